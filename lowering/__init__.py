@@ -149,7 +149,7 @@ class Backend(Protocol):
 class GlobalProgramBackend(Backend, Protocol):
     """A backend that also compiles programs which another program traced, as PyTorch/XLA does."""
 
-    def from_global_program(self, whole: Lowered, target: Target) -> Lowered:
+    def from_global_program(self, program: Lowered, target: Target) -> Lowered:
         """Return the compiler's input for a program lowered for as many CPU devices.
 
         Raises:

@@ -49,8 +49,8 @@ class StackedArray:
 
 
 def read_reordered_part(
-    wanted: StackedArray,
-    kept: StackedArray,
+    target_array: StackedArray,
+    stored_array: StackedArray,
     index: Index,
     read: Callable[[Index], np.ndarray],
     dtype: np.dtype,
@@ -58,19 +58,19 @@ def read_reordered_part(
     """Return a part of an array in another order of layer rows; padding rows are zeros.
 
     Args:
-        wanted: The array in the new order.
-        kept: The array in the stored order.
+        target_array: The array in the new order.
+        stored_array: The array in the stored order.
         index: The part, as an index into the new array.
         read: Reads a part of the stored array.
         dtype: Dtype of both arrays.
     """
-    leading = wanted.leading_shape
+    leading = target_array.leading_shape
     if not leading:
         return read(index)
-    layer_of_row = np.array([-1 if layer is None else layer for layer in wanted.rows])
+    layer_of_row = np.array([-1 if layer is None else layer for layer in target_array.rows])
     part_layers = layer_of_row.reshape(leading)[index[: len(leading)]]
-    row_of = {layer: row for row, layer in enumerate(kept.rows) if layer is not None}
-    inner, sizes = index[len(leading) :], wanted.shape[len(leading) :]
+    row_of = {layer: row for row, layer in enumerate(stored_array.rows) if layer is not None}
+    inner, sizes = index[len(leading) :], target_array.shape[len(leading) :]
     spans = [
         len(range(*dim_index.indices(size)))
         for dim_index, size in zip(inner, sizes, strict=True)
@@ -79,6 +79,6 @@ def read_reordered_part(
     result = np.zeros((*part_layers.shape, *spans), dtype)
     for position, layer in np.ndenumerate(part_layers):
         if layer >= 0:
-            row = np.unravel_index(row_of[int(layer)], kept.leading_shape)
+            row = np.unravel_index(row_of[int(layer)], stored_array.leading_shape)
             result[position] = read((*map(int, row), *inner))
     return result

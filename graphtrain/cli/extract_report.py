@@ -15,31 +15,31 @@ _COLUMNS = ("graph", "steps", "instructions", "size", "parameters", "outcome", "
 
 
 def as_dictionary(
-    found: Extraction, target: str | None, result: CompilationReport | None
+    extraction: Extraction, target: str | None, result: CompilationReport | None
 ) -> dict[str, Any]:
     """Return the extraction as JSON, with the outcome of each graph if they were compiled."""
-    extracted = extracted_graphs.extracted_graphs(found, target)
+    extracted = extracted_graphs.extracted_graphs(extraction, target)
     outcomes: dict[str, Any] = {} if result is None else result.as_json()
     by_label = {row["label"]: row for row in outcomes.pop("graphs", ())}
     return {
-        "script": found.script,
-        "versions": dict(found.versions),
-        "devices": found.devices,
-        "steps": found.steps,
-        "warnings": list(found.warnings),
-        "stopped": found.error or None,
+        "script": extraction.script,
+        "versions": dict(extraction.versions),
+        "devices": extraction.devices,
+        "steps": extraction.steps,
+        "warnings": list(extraction.warnings),
+        "stopped": extraction.error or None,
         **outcomes,
         "graphs": [
             extracted_graphs.graph_facts(graph, extracted[graph.hash])
             | by_label.get(extracted[graph.hash].name, {})
-            for graph in found.graphs
+            for graph in extraction.graphs
         ],
     }
 
 
-def table(told: dict[str, Any]) -> Iterator[str]:
+def table(extraction: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of a table of the graphs."""
-    rows = [_COLUMNS, *(_row(graph) for graph in told["graphs"])]
+    rows = [_COLUMNS, *(_row(graph) for graph in extraction["graphs"])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -103,7 +103,7 @@ def _script(options: Mapping[str, str], commands: list[str]) -> str:
     return script.script(convert=False)
 
 
-def submit(job: Job, made: Scripts) -> dict[str, Any]:
+def submit(job: Job, scripts: Scripts) -> dict[str, Any]:
     """Submit both jobs and write their ids to the job directory.
 
     Returns:
@@ -113,7 +113,7 @@ def submit(job: Job, made: Scripts) -> dict[str, Any]:
         LaunchError: sbatch is not installed on this machine, or rejects a script.
     """
     job.job_directory.mkdir(parents=True, exist_ok=True)
-    for name, text in (("compile", made.compile), ("run", made.run)):
+    for name, text in (("compile", scripts.compile), ("run", scripts.run)):
         (job.job_directory / f"{name}.sh").write_text(text)
     compile_id = _sbatch(job.job_directory / "compile.sh")
     run_id = _sbatch(

@@ -18,11 +18,11 @@ from lowering.tracing.cpu_hints import materialize, on_cpu
 Activation = Callable[[jax.Array], jax.Array]
 
 
-def apply_activation(activate: Activation, wide: list[jax.Array]) -> jax.Array:
+def apply_activation(activate: Activation, gate_up: list[jax.Array]) -> jax.Array:
     """Return hidden values from [gate, up], or from [up] without a gate, all (batch, seq, mlp)."""
-    if on_cpu() and wide[0].dtype == jnp.bfloat16:
-        return _apply_in_float32(activate, wide)
-    *gate, up = wide
+    if on_cpu() and gate_up[0].dtype == jnp.bfloat16:
+        return _apply_in_float32(activate, gate_up)
+    *gate, up = gate_up
     return activate(gate[0]) * up if gate else activate(up)
 
 

@@ -35,14 +35,14 @@ def dot(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike | None = Non
     return _dot(equation, a, b, dtype or _computed_in(a, b))
 
 
-def dot_many(equation: str, a: jax.Array, several: Sequence[jax.Array]) -> list[jax.Array]:
+def dot_many(equation: str, a: jax.Array, others: Sequence[jax.Array]) -> list[jax.Array]:
     """Multiply one array by each of several others, and reduce its gradient once.
 
     The products' gradients of `a` are summed on each device before devices reduce them. Where the
     other arrays are sharded by columns, so that every gradient of `a` is a partial sum, this needs
     one reduction instead of one for each product.
     """
-    return _dots(equation, a, tuple(several))
+    return _dots(equation, a, tuple(others))
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax.Array:

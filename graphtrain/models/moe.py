@@ -178,17 +178,17 @@ def dropless_experts(
     x: Float[Array, "batch seq embed"],
     shares: Float[Array, "batch seq choices"],
     experts: Int[Array, "batch seq choices"],
-    wide: list[jax.Array],
+    gate_up: list[jax.Array],
     down: jax.Array,
 ) -> Float[Array, "batch seq embed"]:
     """Apply to each token the experts that it chose, without dropping any (dropless MoE).
 
     Args:
-        combine: Computes hidden values, the input of `down`, from the products with `wide`.
+        combine: Computes hidden values, the input of `down`, from the products with `gate_up`.
         x: Tokens.
         shares: Weights of the chosen experts in the token's result.
         experts: Indices of the chosen experts.
-        wide: Gate and up weights, or up alone, each (experts, embed, mlp).
+        gate_up: Gate and up weights, or up alone, each (experts, embed, mlp).
         down: Down weights (experts, mlp, embed).
     """
     context = placement()
@@ -200,18 +200,18 @@ def dropless_experts(
     )
     axes = {name for names in (*tokens, expert_axes, mlp_axes) if names for name in names}
     if context is None or not axes:
-        return run((), (), x, shares, experts, wide, down)
+        return run((), (), x, shares, experts, gate_up, down)
     token_spec = PartitionSpec(*tokens)
     gate_up_spec = PartitionSpec(expert_axes or None, None, mlp_axes or None)
     down_spec = PartitionSpec(expert_axes or None, mlp_axes or None)
     return jax.shard_map(
         partial(run, expert_axes, mlp_axes),
         mesh=context.current_mesh,
-        in_specs=(token_spec, token_spec, token_spec, [gate_up_spec] * len(wide), down_spec),
+        in_specs=(token_spec, token_spec, token_spec, [gate_up_spec] * len(gate_up), down_spec),
         out_specs=token_spec,
         axis_names=axes,
         check_vma=False,
-    )(x, shares, experts, wide, down)
+    )(x, shares, experts, gate_up, down)
 
 
 def top_k(

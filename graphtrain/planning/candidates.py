@@ -225,6 +225,6 @@ def _pipelines(stages: int, program: Program) -> Iterator[PipelineSettings]:
         yield PipelineSettings(schedule="circular", virtual_stages=rounds)
 
 
-def divisors(number: int, most: int) -> list[int]:
+def divisors(value: int, most: int) -> list[int]:
     """Return the divisors of `number` up to `most`, in ascending order."""
-    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
+    return [divisor for divisor in range(1, min(value, most) + 1) if value % divisor == 0]

@@ -15,13 +15,13 @@ _TEXT_COLUMNS = "mesh", "zero", "sequence", "schedule", "micro", "remat"
 _NUMBER_COLUMNS = "seconds", "MFU", "GB"
 
 
-def as_json(found: SearchResult, ranked: Sequence[Candidate]) -> dict[str, Any]:
+def as_json(search_result: SearchResult, ranked: Sequence[Candidate]) -> dict[str, Any]:
     """Return the result of a search as JSON; the names contain the units."""
     return {
-        "considered": found.considered,
-        "search_seconds": round(found.seconds, 3),
+        "considered": search_result.considered,
+        "search_seconds": round(search_result.seconds, 3),
         "strategies": [_row(candidate) for candidate in ranked],
-        "lost": found.rejected,
+        "lost": search_result.rejected,
     }
 
 

@@ -16,19 +16,21 @@ COMPILATIONS_PER_STRATEGY = (
 def compile_best(
     candidates: Sequence[Candidate],
     cache: Cache,
-    wanted: int,
+    max_count: int,
     *,
     jobs: int | None = None,
     observe: Observer = lambda label, stage: None,
 ) -> tuple[Candidate, ...]:
-    """Compile candidates in parallel, best first, until `wanted` of them fit; return them ranked.
+    """Compile candidates in parallel, best first, until `max_count` of them fit; rank these.
 
     Their memory is the compiler's, and their time is based on the compiled collectives. A candidate
     whose compiler is missing or failed keeps its estimate. Those that do not fit come last.
     """
     assessed: list[Candidate] = []
-    queue = list(candidates[: wanted * COMPILATIONS_PER_STRATEGY])
-    while queue and (missing := wanted - sum(candidate.memory.fits for candidate in assessed)) > 0:
+    queue = list(candidates[: max_count * COMPILATIONS_PER_STRATEGY])
+    while (
+        queue and (missing := max_count - sum(candidate.memory.fits for candidate in assessed)) > 0
+    ):
         batch, queue = queue[:missing], queue[missing:]
         programs = {
             f"{index}: {candidate.mesh}": candidate.program

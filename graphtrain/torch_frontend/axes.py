@@ -37,20 +37,22 @@ def known_names() -> dict[str, tuple[str | None, ...]]:
 
 
 def name_axes(
-    module: torch.nn.Module, vocab: int, given: Mapping[str, Sequence[str]]
+    module: torch.nn.Module, vocab: int, axes_by_pattern: Mapping[str, Sequence[str]]
 ) -> dict[str, NamedAxes]:
     """Determine the axes of every parameter, by name.
 
     Args:
         module: on any device.
         vocab: vocabulary size, the rows of its embedding.
-        given: axes by name pattern from program.model.axes, which take precedence.
+        axes_by_pattern: axes by name pattern from program.model.axes, which take precedence.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     embed = _residual_width(shapes, vocab)
     named: dict[str, NamedAxes] = {}
     for name, shape in shapes.items():
-        override = next((axes for pattern, axes in given.items() if _matches(name, pattern)), None)
+        override = next(
+            (axes for pattern, axes in axes_by_pattern.items() if _matches(name, pattern)), None
+        )
         if override is not None:
             named[name] = NamedAxes(tuple(axis or None for axis in override), "settings")
         else:

@@ -56,12 +56,12 @@ class JointGraph:
 
 
 def trace_joint(
-    made: MetaModule, dtype: str, tokens: tuple[int, ...], call: Call, *, training: bool
+    module: MetaModule, dtype: str, tokens: tuple[int, ...], call: Call, *, training: bool
 ) -> JointGraph:
     """Trace the joint graph of a module for tokens of one shape.
 
     Args:
-        made: the module, without weights.
+        module: the module, without weights.
         dtype: of its parameters.
         tokens: shape (batch, seq).
         call: returns the module's logits of tokens.
@@ -72,29 +72,29 @@ def trace_joint(
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
-        parameters, buffers, fake_tokens = _fake_inputs(made, dtype, tokens)
+        parameters, buffers, fake_tokens = _fake_inputs(module, dtype, tokens)
     names = [*parameters, *buffers]
 
     def function(*flat: torch.Tensor) -> tuple[torch.Tensor]:
         # Clones, because AOTAutograd's inputs may neither be written to nor returned.
         state = dict(zip(names, flat[:-1], strict=True))
         state |= {name: state[name].clone() for name in buffers}
-        with private_torch.reparametrize(made.module, state):
+        with private_torch.reparametrize(module.module, state):
             logits = call(flat[-1]).clone()
         changed = [name for name in buffers if private_torch.writes(state[name])]
         if training and changed:
-            raise buffer_changed_error(made.module, changed[0])
+            raise buffer_changed_error(module.module, changed[0])
         return (logits,)
 
-    made.module.train(training)
-    with fake, _explain_trace_errors(made.module):
+    module.module.train(training)
+    with fake, _explain_trace_errors(module.module):
         inputs = *parameters.values(), *buffers.values(), fake_tokens
         graph = private_torch.export_joint(function, inputs, _decompositions())
     assert isinstance(graph, torch.fx.GraphModule)
     return JointGraph(graph, tuple(parameters), tuple(buffers))
 
 
-def find_writes_through_views(made: MetaModule, tokens: tuple[int, ...], call: Call) -> list[str]:
+def find_writes_through_views(module: MetaModule, tokens: tuple[int, ...], call: Call) -> list[str]:
     """Return descriptions, with lines, of in-place writes through views that a trace would lose.
 
     The module is called on fake tensors. If that fails the list is empty, as the trace will report
@@ -102,12 +102,12 @@ def find_writes_through_views(made: MetaModule, tokens: tuple[int, ...], call: C
     """
     fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), InPlaceWriteRecorder()
     with fake:
-        parameters, buffers, fake_tokens = _fake_inputs(made, "float32", tokens)
+        parameters, buffers, fake_tokens = _fake_inputs(module, "float32", tokens)
         state = {**parameters, **{name: buffer.clone() for name, buffer in buffers.items()}}
         try:
             with (
                 _on_host(),
-                private_torch.reparametrize(made.module, state),
+                private_torch.reparametrize(module.module, state),
                 recorder,
             ):
                 call(fake_tokens)

@@ -141,6 +141,6 @@ def _to_plain_value(value: Any) -> Any:
     return value
 
 
-def parameter_count(made: MetaModule) -> int:
+def parameter_count(module: MetaModule) -> int:
     """Return the number of weights in all parameters."""
-    return sum(math.prod(parameter.shape) for parameter in made.parameters().values())
+    return sum(math.prod(parameter.shape) for parameter in module.parameters().values())

@@ -41,9 +41,9 @@ class BlocksDiffer(Exception):
 class StopForward(Exception):
     """Signal that stops a module's forward pass once the wanted value is known."""
 
-    def __init__(self, wanted: Any) -> None:
+    def __init__(self, value: Any) -> None:
         super().__init__("the module's forward pass was stopped")
-        self.value = wanted
+        self.value = value
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,22 @@ def installed() -> dict[str, str | None]:
     return {name: version(name) for name in ("torch", "torchax", "transformers")}
 
 
-def check_versions(found: dict[str, str | None], *, hf: bool) -> None:
+def check_versions(installed_versions: dict[str, str | None], *, hf: bool) -> None:
     """Refuse versions that do not work together, before they fail with an obscure error.
 
     Args:
-        found: versions by package, as from installed().
+        installed_versions: versions by package, as from installed().
         hf: whether the model is one of transformers.
 
     Raises:
         ImportedModelError: a version is missing or unsupported; says what to install.
     """
     needed = ["torch", "torchax", *(["transformers"] if hf else [])]
-    if missing := [name for name in needed if found[name] is None]:
+    if missing := [name for name in needed if installed_versions[name] is None]:
         raise ImportedModelError(
             f"{' and '.join(missing)} not installed, but required by this model; {_INSTALL}"
         )
-    torch, torchax = found["torch"] or "", found["torchax"] or ""
+    torch, torchax = installed_versions["torch"] or "", installed_versions["torchax"] or ""
     if _numbers(torchax) < (0, 0, 14) and _numbers(torch) >= (2, 13):
         raise ImportedModelError(
             f"torchax {torchax} does not import with torch {torch} (google/torchax#101); "
@@ -42,7 +42,7 @@ def check_versions(found: dict[str, str | None], *, hf: bool) -> None:
         raise ImportedModelError(
             f"torch {torch} is untested with torchax {torchax}; pip install torch==2.13.0"
         )
-    transformers = found["transformers"] or ""
+    transformers = installed_versions["transformers"] or ""
     if hf and not (5,) <= _numbers(transformers) < (6,):
         raise ImportedModelError(
             f"transformers {transformers} cannot be traced by torchax; pip install "

@@ -223,16 +223,16 @@ def first_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + suffix
 
 
-def dtype_of(piece: LayerWeights, folder: WeightFiles) -> np.dtype:
+def dtype_of(layer_weights: LayerWeights, folder: WeightFiles) -> np.dtype:
     """Return the common dtype of the tensors of one row.
 
     Raises:
         WeightsError: they have different dtypes.
     """
-    dtypes = {folder.dtype(name) for name in piece.names}
+    dtypes = {folder.dtype(name) for name in layer_weights.names}
     if len(dtypes) > 1:
         raise WeightsError(
-            f"{piece.names[0]} and the tensors stacked with it have the dtypes "
+            f"{layer_weights.names[0]} and the tensors stacked with it have the dtypes "
             f"{' and '.join(sorted(map(str, dtypes)))}; they form one array and must have one dtype"
         )
     return dtypes.pop()

@@ -73,9 +73,9 @@ class AdapterTable:
                 yield layer_weights
 
 
-def module_of(piece: LayerWeights) -> str:
+def module_of(layer_weights: LayerWeights) -> str:
     """Return the name of the PyTorch module that owns a weight."""
-    return piece.names[0].removesuffix(".weight")
+    return layer_weights.names[0].removesuffix(".weight")
 
 
 def embed_is_input(path: str, model: Model) -> bool:
@@ -83,17 +83,17 @@ def embed_is_input(path: str, model: Model) -> bool:
     return array_shape(path, replace(model, embed=1))[0] == 1
 
 
-def rank_axis(piece: LayerWeights, model: Model) -> int:
+def rank_axis(layer_weights: LayerWeights, model: Model) -> int:
     """Return the index of the axis embed in Hugging Face's two-dimensional tensor."""
-    return _shape(piece, replace(model, embed=1)).index(1)
+    return _shape(layer_weights, replace(model, embed=1)).index(1)
 
 
 def peft_shapes(
-    piece: LayerWeights, rank: int, model: Model
+    layer_weights: LayerWeights, rank: int, model: Model
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of PEFT's factors lora_A (rank, in) and lora_B (out, rank)."""
-    other_size = max(_shape(piece, replace(model, embed=1)))
-    input_is_embed = embed_is_input(piece.row.paths[0], model)
+    other_size = max(_shape(layer_weights, replace(model, embed=1)))
+    input_is_embed = embed_is_input(layer_weights.row.paths[0], model)
     in_size, out_size = (model.embed, other_size) if input_is_embed else (other_size, model.embed)
     return (rank, in_size), (out_size, rank)
 
@@ -105,10 +105,10 @@ def _shape(layer_weights: LayerWeights, model: Model) -> tuple[int, ...]:
 
 
 def to_peft(
-    piece: LayerWeights, pairs: dict[str, tuple[np.ndarray, np.ndarray]], model: Model
+    layer_weights: LayerWeights, pairs: dict[str, tuple[np.ndarray, np.ndarray]], model: Model
 ) -> tuple[np.ndarray, np.ndarray]:
     """Convert the decoder's factor pairs, by path, to lora_A (rank, in) and lora_B (out, rank)."""
-    axis, lora_a_factors, lora_b_factors = rank_axis(piece, model), [], []
+    axis, lora_a_factors, lora_b_factors = rank_axis(layer_weights, model), [], []
     for path, (decoder_a, decoder_b) in pairs.items():
         input_is_embed = embed_is_input(path, model)
         weight_factor, embed_factor = (
@@ -120,9 +120,9 @@ def to_peft(
             weight_factor
             if other_path == path
             else np.zeros(array_shape(other_path, rank_model), np.float32)
-            for other_path in piece.row.paths
+            for other_path in layer_weights.row.paths
         ]
-        ((_, tensor),) = to_hugging_face(piece, arrays, rank_model)
+        ((_, tensor),) = to_hugging_face(layer_weights, arrays, rank_model)
         packed_factor = np.moveaxis(tensor, axis, 0)  # (rank, in or out)
         lora_a_factors.append(embed_factor.T if input_is_embed else packed_factor)
         lora_b_factors.append(packed_factor.T if input_is_embed else embed_factor.T)
@@ -130,14 +130,16 @@ def to_peft(
 
 
 def from_peft(
-    piece: LayerWeights, first: np.ndarray, second: np.ndarray, model: Model
+    layer_weights: LayerWeights, first: np.ndarray, second: np.ndarray, model: Model
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Convert lora_A (rank, in) and lora_B (out, rank) to the decoder's factor pairs by path."""
-    input_is_embed = embed_is_input(piece.row.paths[0], model)
+    input_is_embed = embed_is_input(layer_weights.row.paths[0], model)
     rank_model = replace(model, embed=len(first))
     packed_factor = second.T if input_is_embed else first
-    arrays = to_decoder(piece, [np.moveaxis(packed_factor, 0, rank_axis(piece, model))], rank_model)
+    arrays = to_decoder(
+        layer_weights, [np.moveaxis(packed_factor, 0, rank_axis(layer_weights, model))], rank_model
+    )
     return {
         path: (first.T, array) if input_is_embed else (array, second.T)
-        for path, array in zip(piece.row.paths, arrays, strict=True)
+        for path, array in zip(layer_weights.row.paths, arrays, strict=True)
     }

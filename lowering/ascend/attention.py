@@ -34,11 +34,11 @@ class FusedAttention:
         self.refusals: list[str] = []  # why regions were not replaced by fused operators
 
     def write_region(
-        self, region: Region, given: Sequence[ArrayValue]
+        self, region: Region, operands: Sequence[ArrayValue]
     ) -> tuple[ArrayValue, ...] | None:
         """Return the results of a region, or None if the operators do not support it."""
         backward = region.name == "attention_gradient"
-        backward_inputs, arrays = (given[:4], given[4:]) if backward else ((), given)
+        backward_inputs, arrays = (operands[:4], operands[4:]) if backward else ((), operands)
         hidden = dict(zip(region.settings["hiding"], arrays[3:], strict=True))
         reason = _unsupported_reason(arrays[:3], backward_inputs, hidden.get("window"))
         if reason:

@@ -85,14 +85,14 @@ def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> 
     return _translated(program, target)
 
 
-def from_global_program(whole: Lowered, target: Target) -> Lowered:
+def from_global_program(program: Lowered, target: Target) -> Lowered:
     """Return the program of one device for a program lowered for as many CPU devices.
 
     Raises:
         LoweringError: see `per_device.from_global_program`.
     """
     return _translated(
-        per_device.from_global_program(whole, target, rank_input=_takes_rank(target)), target
+        per_device.from_global_program(program, target, rank_input=_takes_rank(target)), target
     )
 
 

@@ -246,9 +246,9 @@ class MindirWriter:
             )
         self.return_tuple(result, tensors)
 
-    def return_tuple(self, together: str, tensors: Sequence[TensorInfo]) -> None:
+    def return_tuple(self, name: str, tensors: Sequence[TensorInfo]) -> None:
         """End the current graph: return an existing tuple."""
-        output = self._graph.output.add(name=together, denotation="Tuple")
+        output = self._graph.output.add(name=name, denotation="Tuple")
         _set_result(output.attr_info, tensors)
 
     def _primitive(self, operator: str, attributes: Mapping[str, Any]) -> str:

@@ -77,13 +77,13 @@ def lower(graph: Graph, rules: Rules, mesh_shape: MeshShape, target: Target) -> 
     return _with_compiler_flags(program, target, fast=graph.runs_once)
 
 
-def from_global_program(whole: Lowered, target: Target) -> Lowered:
+def from_global_program(program: Lowered, target: Target) -> Lowered:
     """Return the program of one device for a program lowered for as many CPU devices.
 
     Raises:
         LoweringError: see `per_device.from_global_program`.
     """
-    return _with_compiler_flags(per_device.from_global_program(whole, target), target)
+    return _with_compiler_flags(per_device.from_global_program(program, target), target)
 
 
 def _with_compiler_flags(program: DeviceLowering, target: Target, *, fast: bool = False) -> Lowered:

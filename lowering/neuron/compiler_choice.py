@@ -10,7 +10,7 @@ from lowering.neuron.compiler import Compiler
 
 
 def compile_timed(
-    found: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target: Target
+    installed_compiler: Compiler, hlo: bytes, chosen: list[str], *, graph: str, target: Target
 ) -> tuple[bytes, float]:
     """Compile a normalised module; return the NEFF and the compile time in seconds.
 
@@ -27,7 +27,7 @@ def compile_timed(
     if _uses_library(target):
         payload = library.compile_through_library(hlo, chosen, graph=graph, target=target)
     else:
-        payload = compiler.run(found, hlo, chosen, graph=graph, target=target)
+        payload = compiler.run(installed_compiler, hlo, chosen, graph=graph, target=target)
     return payload, time.perf_counter() - start_time
 
 

@@ -47,6 +47,6 @@ def flags(target: Target, version: str, *, fast: bool = False) -> list[str]:
     return chosen + without_wrapper_flags(shlex.split(os.environ.get("NEURON_CC_FLAGS", "")))
 
 
-def without_wrapper_flags(asked: list[str]) -> list[str]:
+def without_wrapper_flags(flags: list[str]) -> list[str]:
     """Return the flags without those of AWS's wrapper, which the compiler would reject."""
-    return [flag for flag in asked if not flag.startswith(_WRAPPER_ONLY)]
+    return [flag for flag in flags if not flag.startswith(_WRAPPER_ONLY)]

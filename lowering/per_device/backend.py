@@ -79,7 +79,7 @@ def lower(
 
 
 def from_global_program(
-    whole: Lowered, target: Target, *, rank_input: bool = False
+    program: Lowered, target: Target, *, rank_input: bool = False
 ) -> DeviceLowering:
     """Partition a global program that was lowered for as many CPU devices as the target has.
 
@@ -87,20 +87,20 @@ def from_global_program(
         LoweringError: the program needs a feature that the target's devices do not have.
     """
     with capture_compiler_log() as replicated:
-        split = partition_spmd(whole.handle)
+        split = partition_spmd(program.handle)
     normalised = normalize_module(
-        split.hlo, name=whole.name, ranks=target.devices, rank_input=rank_input
+        split.hlo, name=program.name, ranks=target.devices, rank_input=rank_input
     )
-    _check_inputs(whole, normalised, target)
+    _check_inputs(program, normalised, target)
     aliases = read_module(normalised.hlo).input_output_alias.entries
     facts = {
         "rank_input": normalised.rank_input,
         "temporaries_on_cpu": split.temporaries,
         "aliases": [[next(iter(e.output_shape_index), 0), e.parameter_number] for e in aliases],
     }
-    outputs = _output_shardings(whole, split.outputs)
-    whole = replace(whole, facts=whole.facts | {"replicated": replicated, "outputs": outputs})
-    return DeviceLowering(whole, normalised, facts)
+    outputs = _output_shardings(program, split.outputs)
+    program = replace(program, facts=program.facts | {"replicated": replicated, "outputs": outputs})
+    return DeviceLowering(program, normalised, facts)
 
 
 def _output_shardings(lowered: Lowered, shardings: Sequence[Any]) -> dict[str, Any]:

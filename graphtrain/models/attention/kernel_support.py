@@ -91,33 +91,33 @@ def uses_flash_kernel(
     return not reason
 
 
-def why_no_kernel(asked: AttentionSpec, target: Target) -> str:
+def why_no_kernel(spec: AttentionSpec, target: Target) -> str:
     """Return why the target's kernel cannot compute this attention; empty if it can."""
     platform = target.platform
     if platform not in _MAX_HEAD_DIM:
         return f"{target} has no flash attention kernel; only TPUs and NVIDIA GPUs have one"
-    if asked.sharded_positions:
+    if spec.sharded_positions:
         return "the rules shard positions inside attention, and ring attention uses no kernel"
-    if asked.per_replica:
+    if spec.per_replica:
         return (
             'kernels do not support batch.gradient_reduction = "per_step", which computes '
             "gradients for each replica"
         )
-    if asked.dtype != "bfloat16":
-        return f"kernels compute in bfloat16, and program.model.dtype is {asked.dtype}"
-    if asked.alibi:
+    if spec.dtype != "bfloat16":
+        return f"kernels compute in bfloat16, and program.model.dtype is {spec.dtype}"
+    if spec.alibi:
         return "kernels do not support ALiBi"
-    if asked.window_varies_by_layer:
+    if spec.window_varies_by_layer:
         return (
             "kernels support one window for all layers, and global_attention_every makes some "
             "layers global"
         )
-    if platform == "cuda" and (asked.window or asked.soft_cap):
+    if platform == "cuda" and (spec.window or spec.soft_cap):
         return (
             f"the kernel of {target} does not support "
-            f"{'a sliding window' if asked.window else 'a soft cap of scores'}"
+            f"{'a sliding window' if spec.window else 'a soft cap of scores'}"
         )
-    return _why_no_kernel_for_shape(asked, target)
+    return _why_no_kernel_for_shape(spec, target)
 
 
 def _why_no_kernel_for_shape(spec: AttentionSpec, target: Target) -> str:

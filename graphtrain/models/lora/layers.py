@@ -156,13 +156,13 @@ def multiply(equation: str, x: jax.Array, weight: Weight) -> jax.Array:
     return multiply_many(equation, x, [weight])[0]
 
 
-def multiply_many(equation: str, x: jax.Array, several: Sequence[Weight]) -> list[jax.Array]:
+def multiply_many(equation: str, x: jax.Array, weights: Sequence[Weight]) -> list[jax.Array]:
     """Multiply one x by several weights; see multiply."""
-    base = [weight.weight if isinstance(weight, LoraWeight) else weight for weight in several]
+    base = [weight.weight if isinstance(weight, LoraWeight) else weight for weight in weights]
     results = _frozen_products(equation, x, base)
     return [
         result + _adapter(equation, x, weight) if isinstance(weight, LoraWeight) else result
-        for result, weight in zip(results, several, strict=True)
+        for result, weight in zip(results, weights, strict=True)
     ]
 
 

@@ -128,7 +128,7 @@ class Family:
 
 
 def to_decoder(
-    piece: LayerWeights, tensors: Sequence[np.ndarray], model: Model
+    layer_weights: LayerWeights, tensors: Sequence[np.ndarray], model: Model
 ) -> list[np.ndarray]:
     """Convert Hugging Face's tensors of one row to the decoder's arrays, as views if possible.
 
@@ -138,9 +138,9 @@ def to_decoder(
     Raises:
         WeightsError: the shape of a tensor does not match the model.
     """
-    row = piece.row
+    row = layer_weights.row
     tensor = tensors[0] if "{expert}" not in row.name else np.stack(tensors)
-    rearranged = _rearrange(piece, tensor, row.pattern, model)
+    rearranged = _rearrange(layer_weights, tensor, row.pattern, model)
     if row.split is not None:
         arrays = row.split(rearranged, model)
     else:
@@ -149,29 +149,29 @@ def to_decoder(
         expected_shape = array_shape(path, model)
         if array.shape != expected_shape:
             raise WeightsError(
-                f"{piece.names[0]} has shape {tensors[0].shape}, so {path} would have "
+                f"{layer_weights.names[0]} has shape {tensors[0].shape}, so {path} would have "
                 f"{array.shape}, but config.json implies {expected_shape}"
             )
     return arrays
 
 
 def to_hugging_face(
-    piece: LayerWeights, arrays: Sequence[np.ndarray], model: Model
+    layer_weights: LayerWeights, arrays: Sequence[np.ndarray], model: Model
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield names and tensors of one row, from the decoder's arrays in the order of its paths."""
-    row = piece.row
+    row = layer_weights.row
     if row.merge is not None:
         joined = row.merge(arrays, model)
     else:
         joined = arrays[0] if len(arrays) == 1 else np.stack(arrays)
     left, _, right = row.pattern.partition(" -> ")
     rearranged = _rearrange(
-        piece, joined, f"{right} -> {left}" if row.pattern else IDENTITY_PATTERN, model
+        layer_weights, joined, f"{right} -> {left}" if row.pattern else IDENTITY_PATTERN, model
     )
     if "{expert}" in row.name:
-        yield from zip(piece.names, rearranged, strict=True)
+        yield from zip(layer_weights.names, rearranged, strict=True)
     else:
-        yield piece.names[0], rearranged
+        yield layer_weights.names[0], rearranged
 
 
 def array_shape(path: str, model: Model) -> tuple[int, ...]:

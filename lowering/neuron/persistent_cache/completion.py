@@ -14,15 +14,15 @@ from lowering.neuron.persistent_cache.failures import CompileFailure
 from lowering.neuron.persistent_cache.locks import TEMPORARY
 
 
-def complete(directory: Path, made: Path) -> None:
+def complete(directory: Path, neff: Path) -> None:
     """Put a new NEFF into an entry; the caller must hold the entry's lock.
 
     Raises:
         LoweringError: the NEFF does not belong in this directory.
         OSError: the NEFF cannot be written.
     """
-    check_neff(made, directory)
-    temporary = _copy(made, directory)
+    check_neff(neff, directory)
+    temporary = _copy(neff, directory)
     _remove(directory, DONE, LOG)
     os.replace(temporary, directory / NEFF)
     _sync(directory)
