@@ -1,8 +1,7 @@
 """graphtrain run: train from compiled programs."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -18,6 +17,7 @@ from graphtrain.cli.options import (
     pull_shared,
     target_option,
 )
+from graphtrain.cli.run_progress import progress_reporter
 from lowering.machine import startup
 
 _SIGNAL_STATUS = 128  # plus the signal number, the convention of shells
@@ -106,60 +106,6 @@ def _format_summary(summary, directory: str) -> str:
         )
     resumed = "" if summary.resumed_from is None else f" (resumed from {summary.resumed_from})"
     return f"trained {summary.steps} steps{resumed}{loss_text}; saved in {directory}"
-
-
-@contextmanager
-def progress_reporter(steps: int, every: int) -> Iterator[Callable]:
-    """Yield a function that shows progress: live on a terminal, elsewhere one line per report."""
-    if not sys.stderr.isatty():
-
-        def report(record) -> None:
-            if "validation_loss" in record or record["step"] % every == 0:
-                click.echo(f"step {record['step']}/{steps}  {_format_record(record)}", err=True)
-
-        yield report
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as display:
-        row = display.add_task("starting", total=steps)
-
-        def show(record) -> None:
-            if "validation_loss" in record:
-                display.console.print(f"step {record['step']}  {_format_record(record)}")
-            else:
-                display.update(row, completed=record["step"], description=_format_record(record))
-
-        yield show
-
-
-def _format_record(record) -> str:
-    if "validation_loss" in record:
-        return f"validation loss {record['validation_loss']:.4f}"
-    fields = [
-        f"loss {record['loss']:.4f}",
-        f"grad norm {record['grad_norm']:.3f}",
-        f"lr {record['learning_rate']:.2e}",
-        f"{record['tokens_per_second']:,.0f} tokens/s",
-    ]
-    if "accuracy" in record:
-        fields.insert(1, f"margin {record['margin']:.3f}  accuracy {record['accuracy']:.0%}")
-    if record["mfu"] is not None:
-        fields.append(f"mfu {record['mfu']:.1%}")
-    return "  ".join(fields)
 
 
 def print_curve(directory: Path) -> None:
