@@ -16,6 +16,7 @@ from graphtrain.cache.sizes import format_size
 from graphtrain.cli.cache_sharing import exchange, exchange_options, key
 from graphtrain.cli.options import (
     Size,
+    config_argument,
     json_option,
     make_cache_option,
     overrides_option,
@@ -93,7 +94,7 @@ def verify(cache: Cache, repair: bool, as_json: bool) -> None:
 
 
 @command.command("explain")
-@click.argument("config", type=click.Path(exists=True, path_type=Path))
+@config_argument
 @target_option
 @overrides_option
 @_store

@@ -13,7 +13,7 @@ import click
 
 from graphtrain.cache import Cache
 from graphtrain.cache.sizes import format_size
-from graphtrain.cli.options import json_option, overrides_option, target_option
+from graphtrain.cli.options import ConfigPath, json_option, overrides_option, target_option
 
 if TYPE_CHECKING:
     from graphtrain.cache.exchange import TransferResult
@@ -24,7 +24,7 @@ _REFUSED = 2  # exit status
 def exchange_options(function: Callable) -> Callable:
     """Add the arguments STORE and CONFIGS, and the options of push, pull and sync."""
     for option in (
-        click.argument("configs", nargs=-1, type=click.Path(path_type=Path)),
+        click.argument("configs", nargs=-1, type=ConfigPath()),
         click.argument("store", metavar="STORE"),
         target_option,
         overrides_option,

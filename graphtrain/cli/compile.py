@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from graphtrain.cli.options import (
+    ConfigPath,
     Size,
     cache_option,
     command_line,
@@ -70,7 +71,7 @@ def compile_limit_options(command: Callable) -> Callable:
 
 
 @click.command("compile")
-@click.argument("configs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("configs", nargs=-1, required=True, metavar="CONFIG|RUN...", type=ConfigPath())
 @target_option
 @overrides_option
 @cache_option

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphtrain.cli.options import cache_option, json_option, overrides_option, target_option
+from graphtrain.cli.options import (
+    cache_option,
+    config_argument,
+    json_option,
+    overrides_option,
+    target_option,
+)
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Config
@@ -15,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command("generate")
-@click.argument("config", type=click.Path(path_type=Path), metavar="RUN|CONFIG")
+@config_argument
 @click.argument("prompt")
 @click.option(
     "--tokens",
@@ -81,8 +87,7 @@ def command(
         prompt.encode()
     except UnicodeEncodeError:
         raise click.BadParameter("the prompt is not UTF-8 text", param_hint="PROMPT") from None
-    file = config / "config.toml" if config.is_dir() else config
-    settings = load_config(file, overrides, target)
+    settings = load_config(config, overrides, target)
     tokenizer = _tokenizer(settings)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     program = resolve(settings.program)

@@ -12,6 +12,7 @@ import click
 
 from graphtrain.cli.options import (
     cache_option,
+    config_argument,
     json_option,
     overrides_option,
     target_option,
@@ -213,7 +214,7 @@ def collect(
 
 
 @command.command("extract")
-@click.argument("config", type=click.Path(path_type=Path))
+@config_argument
 @target_option
 @overrides_option
 def extract(config: Path, target: str | None, overrides: Sequence[str]) -> None:

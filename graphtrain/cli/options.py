@@ -26,7 +26,21 @@ class Size(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-config_argument = click.argument("config", type=click.Path(path_type=Path))
+class ConfigPath(click.Path):
+    """Path of a configuration file; a run directory stands for the config.toml in it."""
+
+    name = "config"
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(str(super().convert(value, param, ctx)))
+        config = path / "config.toml"
+        return config if config.is_file() else path
+
+
+config_argument = click.argument("config", metavar="CONFIG|RUN", type=ConfigPath())
 
 overrides_option = click.option(
     "--set",

@@ -7,13 +7,19 @@ from pathlib import Path
 
 import click
 
-from graphtrain.cli.options import cache_option, json_option, overrides_option, target_option
+from graphtrain.cli.options import (
+    ConfigPath,
+    cache_option,
+    json_option,
+    overrides_option,
+    target_option,
+)
 from graphtrain.cli.plan_show import compile_or_estimate_option, console
 
 
 @click.command("diff")
-@click.argument("before", type=click.Path(path_type=Path))
-@click.argument("after", type=click.Path(path_type=Path), required=False)
+@click.argument("before", type=ConfigPath())
+@click.argument("after", type=ConfigPath(), required=False)
 @target_option
 @overrides_option
 @click.option(

@@ -40,6 +40,17 @@ def test_show_prints_json(file):
     assert shown["program"]["mesh"] == dict.fromkeys(MESH_AXES, 1) | {"data": "rest"}
 
 
+def test_a_run_directory_stands_for_its_configuration(file, tmp_path):
+    (tmp_path / "run").mkdir()
+    shown = invoke("show", file.rename(tmp_path / "run" / "config.toml"))
+    assert invoke("show", tmp_path / "run") == shown
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is a directory"):
+        invoke("show", tmp_path)
+
+
 def test_a_wrong_file_is_left_to_the_command_to_report(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         invoke("show", tmp_path / "none.toml")
