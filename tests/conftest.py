@@ -1,5 +1,10 @@
 """Eight CPU devices for every test, shapes checked when models are called, options of the tests."""
 
+import atexit
+import os
+import shutil
+import tempfile
+
 import pytest
 import shapes
 from hypothesis import settings
@@ -15,6 +20,13 @@ xla.devices(Target.parse("cpu:8"))  # starts the backend, so that no test takes 
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no defect
 settings.load_profile("untimed")
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # The secret that authenticates cache entries: of the tests, not of the user; one for all
+    # workers, which share caches.
+    os.environ["XDG_CONFIG_HOME"] = _config = tempfile.mkdtemp(prefix="graphtrain-tests-config-")
+    atexit.register(shutil.rmtree, _config, ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

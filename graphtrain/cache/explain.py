@@ -10,15 +10,19 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from graphtrain.cache import programs, stored_requests
+from graphtrain.cache.authentication import EntryAuthenticator
 from graphtrain.cache.key import ABSENT, CacheKey, Difference, iterate_differences
 from graphtrain.cache.layout import StorePaths
-from graphtrain.cache.programs import UnusableEntry, exists
+from graphtrain.cache.programs import ForeignEntry, UnusableEntry, exists
 from graphtrain.cache.stored_requests import StoredRequest, target_name
 from graphtrain.cache.summaries import parse_part, read_summaries
 
 _MAX_NEIGHBOURS = 3  # number of neighbours in an explanation
 _MAX_VALUE_LENGTH = 60  # characters; longer values are reported only as changed
 _TARGET_NAME = (("target",), ("target", "machine"), ("target", "topology"))
+_FOREIGN = (
+    "not stored here by this user, so it is not loaded; to accept it: graphtrain cache trust DIR"
+)
 _HASH = re.compile(r"[0-9a-f]{16,}")
 
 
@@ -81,17 +85,20 @@ class _Distance(NamedTuple):
     request: str  # digest
 
 
-def explain(layout: StorePaths, asked: Mapping[str, CacheKey]) -> dict[str, Explanation]:
+def explain(
+    layout: StorePaths, authenticator: EntryAuthenticator, asked: Mapping[str, CacheKey]
+) -> dict[str, Explanation]:
     """Look requests up, and compare each missing one with all stored requests of its graph.
 
     Args:
         layout: paths of the cache.
+        authenticator: decides which entries this user may load.
         asked: requests by graph name.
 
     Raises:
         CacheError: the cache cannot be read.
     """
-    resolved = {graph: _resolve(layout, request) for graph, request in asked.items()}
+    resolved = {graph: _resolve(layout, authenticator, request) for graph, request in asked.items()}
     unknown = {graph: asked[graph] for graph, answer in resolved.items() if answer == (None, "")}
     distances = _distances(layout, unknown) if unknown else {}
     return {
@@ -125,20 +132,27 @@ def _graph_phrase(graph: str) -> str:
     return f"{graph or 'unnamed'} graph"
 
 
-def _resolve(layout: StorePaths, request: CacheKey) -> tuple[str | None, str]:
+def _resolve(
+    layout: StorePaths, authenticator: EntryAuthenticator, request: CacheKey
+) -> tuple[str | None, str]:
     """Return the program's digest, or None and the reason; an absent request has no reason."""
     path = layout.request(request.digest)
     if not exists(path):
         return None, ""
     try:
-        digest = stored_requests.read(path).program
+        stored = stored_requests.read(path)
+        if not stored_requests.may_use(authenticator, stored):
+            return None, _FOREIGN
+        digest = stored.program
     except UnusableEntry as error:
         return None, f"requested before, but the stored request cannot be read: {error}"
     directory = layout.program(digest)
     if not exists(directory):
         return None, f"compiled before, but its program {digest} is no longer stored"
     try:
-        programs.check(directory, digest, contents=False)
+        programs.check(directory, digest, authenticator, contents=False)
+    except ForeignEntry:
+        return None, _FOREIGN
     except UnusableEntry as error:
         return None, f"compiled before, but its program {digest} cannot be used: {error}"
     return digest, ""
@@ -169,7 +183,10 @@ def _difference_counter(requested: Mapping[str, Any]) -> Callable[[Mapping[str, 
 
     @cache
     def in_part(name: str, text: bytes) -> int:
-        return sum(1 for _ in iterate_differences(requested[name], parse_part(text)))
+        try:
+            return sum(1 for _ in iterate_differences(requested[name], parse_part(text)))
+        except RecursionError:  # nested too deeply to be a key of ours
+            return 1
 
     def count(parts: Mapping[str, bytes]) -> int:
         common = ((name, text) for name, text in parts.items() if name in requested)
@@ -182,7 +199,9 @@ def _neighbours(
     layout: StorePaths, requested: Mapping[str, Any], digests: Iterable[str]
 ) -> Iterator[Neighbour]:
     for digest in digests:
-        with suppress(UnusableEntry):  # removed or damaged since the distances were computed
+        with suppress(
+            UnusableEntry, RecursionError
+        ):  # removed or damaged since the distances were computed
             yield _neighbour(requested, stored_requests.read(layout.request(digest)))
 
 

@@ -22,11 +22,14 @@ from graphtrain.cache import (
     summaries,
     verify,
 )
+from graphtrain.cache.authentication import EntryAuthenticator
 from graphtrain.cache.key import CacheKey
 from graphtrain.cache.layout import StorePaths, digest_of
+from graphtrain.cache.permissions import check_permissions
 from graphtrain.cache.programs import (
     CacheWarning,
     DamagedEntry,
+    ForeignEntry,
     OtherSchemaVersion,
     UnusableEntry,
     exists,
@@ -57,7 +60,8 @@ class Cache:
 
     Several processes and hosts may use one cache directory. Entries are immutable: each is created
     atomically by one rename, and its checksums are verified before every use. Payloads are
-    executable code, so use only a cache directory that no untrusted user can write.
+    executable code, so only entries that this user stored are loaded, unless the user trusts the
+    directory (`graphtrain.cache.authentication`). All others count as absent.
     """
 
     def __init__(self, root: Path, pace: leases.LeaseTiming = leases.DEFAULT_TIMING) -> None:
@@ -66,10 +70,16 @@ class Cache:
         Args:
             root: cache directory.
             pace: heartbeat interval and expiry of the leases.
+
+        Raises:
+            CacheError: other users can write to the directory, and this user does not trust it.
         """
         self.root = root
         self._pace = pace
         self._layout = StorePaths(root)
+        self._authenticator = EntryAuthenticator(root)
+        self._warned_of_foreign = False
+        check_permissions(self._layout, self._authenticator)
 
     def put(self, key: CacheKey, artifact: Artifact) -> None:
         """Store a program, unless a valid entry with the same key exists.
@@ -80,21 +90,13 @@ class Cache:
         """
         if self.get(key) is not None:
             return
-        record = programs.encode(key, artifact)
-        path = self._layout.program(key.digest)
-        with write_errors(path, len(record) + len(artifact.payload)):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary_directory(self._layout) as temporary:
-                write_file(temporary / programs.RECORD, record)
-                write_file(temporary / programs.PAYLOAD, artifact.payload)
-                sync_directory(temporary)
-                self._install(temporary, key.digest)
+        self._store(key.digest, programs.encode(key, artifact), artifact.payload)
 
     def get(self, key: CacheKey | str) -> Artifact | None:
         """Return the program with this key or digest after verifying it, or None if absent.
 
         A damaged entry is moved to quarantine/ (if permissions allow) with a CacheWarning, and
-        counts as absent. An entry with another schema version is ignored with a CacheWarning.
+        counts as absent. An entry of another user or schema version is ignored with a CacheWarning.
 
         Raises:
             CacheError: the cache cannot be read, or the string is not a digest.
@@ -104,7 +106,10 @@ class Cache:
         if not exists(directory):
             return None
         try:
-            artifact = programs.read(directory, digest)
+            artifact = programs.read(directory, digest, self._authenticator)
+        except ForeignEntry:
+            self._warn_of_foreign()
+            return None
         except OtherSchemaVersion as reason:
             warnings.warn(f"{directory} is ignored: {reason}", CacheWarning, stacklevel=2)
             return None
@@ -129,7 +134,8 @@ class Cache:
             CacheError: the disk is full, or the cache is not writable.
         """
         graph = graph or str(request.part("graph") or "")
-        data = stored_requests.encode(request, digest_of(program), graph)
+        code = stored_requests.authenticate(self._authenticator, request.digest, digest_of(program))
+        data = stored_requests.encode(request, digest_of(program), graph, code)
         path = self._layout.request(request.digest)
         with write_errors(path, len(data)):
             replace_file(self._layout, path, data)
@@ -203,13 +209,19 @@ class Cache:
         stored = frozenset(stored_requests.list_digests(self._layout.programs))
         is_stored = stored.__contains__ if chosen is None else self.contains_program
         return {
-            request.digest: request.program for request in requests if is_stored(request.program)
+            request.digest: request.program
+            for request in requests
+            if stored_requests.may_use(self._authenticator, request) and is_stored(request.program)
         }
 
     def contains_program(self, digest: str) -> bool:
         """Return whether a program is stored, checking its record and payload size."""
+        directory = self._layout.program(digest)
         try:
-            programs.check(self._layout.program(digest), digest, contents=False)
+            programs.check(directory, digest, self._authenticator, contents=False)
+        except ForeignEntry:
+            self._warn_of_foreign()
+            return False
         except UnusableEntry:
             return False
         return True
@@ -222,11 +234,8 @@ class Cache:
         """
         directory = self._layout.program(digest)
         try:
-            programs.check(directory, digest, contents=True)
-            return (
-                programs.read_bytes(directory / programs.RECORD),
-                programs.read_bytes(directory / programs.PAYLOAD),
-            )
+            record = programs.read_bytes(directory / programs.RECORD)
+            return record, programs.read(directory, digest, self._authenticator).payload
         except UnusableEntry as error:
             raise CacheError(f"{directory} cannot be used: {error}") from error
 
@@ -237,20 +246,11 @@ class Cache:
             UntrustedError: record and payload do not match each other or the digest.
             CacheError: the disk is full, or the cache is not writable.
         """
-        path = self._layout.program(digest)
-        with write_errors(path, len(record) + len(payload)):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary_directory(self._layout) as temporary:
-                write_file(temporary / programs.RECORD, record)
-                write_file(temporary / programs.PAYLOAD, payload)
-                sync_directory(temporary)
-                try:
-                    programs.check(temporary, digest, contents=True)
-                except UnusableEntry as error:
-                    raise UntrustedError(
-                        f"program {digest} from the remote cache: {error}"
-                    ) from error
-                self._install(temporary, digest)
+        try:
+            programs.check_imported(record, payload, digest)
+        except UnusableEntry as error:
+            raise UntrustedError(f"program {digest} from the remote cache: {error}") from error
+        self._store(digest, record, payload)
 
     def request_file(self, digest: str) -> bytes:
         """Return the bytes of a stored request.
@@ -279,10 +279,9 @@ class Cache:
         return stored.program
 
     def import_request(self, digest: str, text: bytes) -> None:
-        """Store a request file from a remote cache; store its program first."""
-        path = self._layout.request(digest)
-        with write_errors(path, len(text)):
-            replace_file(self._layout, path, text)
+        """Store a request from a remote cache that has been verified; store its program first."""
+        stored = stored_requests.decode(text, digest)
+        self.record_request(stored.key, stored.program, graph=stored.graph)
 
     def verify(self, *, repair: bool = False) -> verify.VerificationReport:
         """Verify the checksums of every entry and report the problems.
@@ -290,7 +289,7 @@ class Cache:
         With `repair`, damaged programs and requests, and requests whose program is missing, are
         moved to quarantine.
         """
-        return verify.verify(self._layout, repair=repair)
+        return verify.verify(self._layout, self._authenticator, repair=repair)
 
     def gc(
         self,
@@ -346,7 +345,7 @@ class Cache:
 
     def explain_all(self, asked: Mapping[str, CacheKey]) -> dict[str, explain.Explanation]:
         """Explain several requests, by graph name, with one pass over the cache."""
-        return explain.explain(self._layout, asked)
+        return explain.explain(self._layout, self._authenticator, asked)
 
     def explain(self, request: CacheKey, *, graph: str = "") -> explain.Explanation:
         """Explain why `find` hits or misses: compare with the most similar stored requests."""
@@ -400,7 +399,29 @@ class Cache:
         except UnusableEntry as reason:
             warnings.warn(f"{path} is ignored: {reason}", CacheWarning, stacklevel=3)
             return None
+        if not stored_requests.may_use(self._authenticator, stored):
+            self._warn_of_foreign()
+            return None
         return stored.program
+
+    def _warn_of_foreign(self) -> None:
+        """Warn, once for a whole cache, that entries of others are not loaded."""
+        if not self._warned_of_foreign:
+            self._warned_of_foreign = True
+            warnings.warn(self._authenticator.explanation(), CacheWarning, stacklevel=4)
+
+    def _store(self, digest: str, record: bytes, payload: bytes) -> None:
+        """Create an entry of this user by one rename."""
+        path = self._layout.program(digest)
+        code = programs.authenticate(self._authenticator, digest, record)
+        with write_errors(path, len(record) + len(payload)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary_directory(self._layout) as temporary:
+                write_file(temporary / programs.RECORD, record)
+                write_file(temporary / programs.PAYLOAD, payload)
+                write_file(temporary / programs.CODE, code)
+                sync_directory(temporary)
+                self._install(temporary, digest)
 
     def _install(self, temporary: Path, digest: str) -> None:
         """Rename an entry into place, unless another process has stored a valid one first."""
@@ -418,7 +439,7 @@ class Cache:
                 return
             quarantine(
                 self._layout, path, "replaced: it could not be used"
-            )  # of another schema version
+            )  # foreign, or of another schema version
         raise CacheError(
             f"cannot write {path}: other processes keep storing an invalid entry there"
         )

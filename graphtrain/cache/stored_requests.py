@@ -5,11 +5,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from graphtrain.cache.authentication import EntryAuthenticator
 from graphtrain.cache.key import CacheKey
 from graphtrain.cache.layout import SCHEMA, is_digest
 from graphtrain.cache.programs import DamagedEntry, parse, read_bytes, read_errors, timestamp
+
+if TYPE_CHECKING:
+    from graphtrain.cache.summaries import RequestSummary
 
 LAST_LINE = b"}}"  # last line of a request file
 
@@ -23,26 +27,51 @@ class StoredRequest:
     program: str  # digest
     created: str  # UTC
     parts: Mapping[str, Any]  # named parts of the request key
+    code: str  # message authentication code of the user who stored it; may be empty
 
     @property
     def key(self) -> CacheKey:
-        return CacheKey.from_json(self.parts)
+        """The request key.
+
+        Raises:
+            DamagedEntry: the parts are JSON that no key contains, for example NaN.
+        """
+        try:
+            return CacheKey.from_json(self.parts)
+        except (TypeError, RecursionError) as error:
+            raise DamagedEntry("request has no valid parts") from error
 
     @property
     def target(self) -> str:
         return target_name(self.parts.get("target"))
 
 
-def encode(request: CacheKey, program: str, graph: str) -> bytes:
+def encode(request: CacheKey, program: str, graph: str, code: str = "") -> bytes:
     """Return the contents of a request file: JSON with one line for the head and for each part.
 
     A reader of thousands of files can thus parse only the lines it needs, and compare equal parts
     by their bytes. The last line is LAST_LINE.
     """
     head = {"schema": SCHEMA, "graph": graph, "program": program, "created": timestamp()}
+    head["code"] = code
     first = json.dumps(head | {"parts": {}}, separators=(",", ":")).removesuffix(LAST_LINE.decode())
     parts = ",\n".join(f"{json.dumps(name)}:{text}" for name, text in request.parts)
     return f"{first}\n{parts}\n".encode() + LAST_LINE
+
+
+def authenticate(authenticator: EntryAuthenticator, request: str, program: str) -> str:
+    """Return the code of a request, by digest, that resolves to this program.
+
+    Raises:
+        CacheError: the secret of this user cannot be read or created.
+    """
+    return authenticator.code("request", request, program)
+
+
+def may_use(authenticator: EntryAuthenticator, request: "StoredRequest | RequestSummary") -> bool:
+    """Return whether this user stored the request, or trusts the cache."""
+    own = authenticator.is_own(request.code, "request", request.digest, request.program)
+    return own or authenticator.trusts_directory
 
 
 def split_parts(text: bytes) -> tuple[bytes, dict[str, bytes]]:
@@ -81,7 +110,15 @@ def decode(text: bytes, digest: str) -> StoredRequest:
     strings = all(isinstance(body.get(name), str) for name in ("graph", "program", "created"))
     if not (strings and is_digest(body["program"]) and isinstance(body.get("parts"), dict)):
         raise DamagedEntry("request has no valid graph, program, created or parts")
-    return StoredRequest(digest, body["graph"], body["program"], body["created"], body["parts"])
+    code = body.get("code")  # absent in requests of earlier versions
+    return StoredRequest(
+        digest,
+        body["graph"],
+        body["program"],
+        body["created"],
+        body["parts"],
+        code if isinstance(code, str) else "",
+    )
 
 
 def list_digests(directory: Path, suffix: str = "") -> list[str]:

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from graphtrain.cache.layout import StorePaths, validate_digest
-from graphtrain.cache.programs import UnusableEntry, list_errors
+from graphtrain.cache.programs import UnusableEntry, list_errors, read_bytes
 from graphtrain.cache.stored_requests import decode, list_digests, split_parts, target_name
 
 
@@ -18,6 +18,7 @@ class RequestSummary(NamedTuple):
     program: str  # digest
     created: str  # UTC
     parts: Mapping[str, bytes]  # JSON text by name, not parsed
+    code: str  # message authentication code of the user who stored it; may be empty
 
     @property
     def target(self) -> str:
@@ -37,8 +38,8 @@ def read_summaries(
         list_digests(layout.requests, ".json") if chosen is None else map(validate_digest, chosen)
     ):
         try:
-            with list_errors(layout.requests), open(f"{directory}/{digest}.json", "rb", 0) as file:
-                text = file.read()
+            with list_errors(layout.requests):
+                text = read_bytes(f"{directory}/{digest}.json")
             yield summarize(text, digest)
         except UnusableEntry:
             continue  # removed meanwhile, or damaged, which `verify` reports
@@ -56,17 +57,22 @@ def summarize(text: bytes, digest: str) -> RequestSummary:
     else:
         head, parts = split_parts(text)
         request = decode(head, digest)
-    return RequestSummary(digest, request.graph, request.program, request.created, parts)
+    return RequestSummary(
+        digest, request.graph, request.program, request.created, parts, request.code
+    )
 
 
 def parse_part(text: bytes) -> Any:
     """Return the parsed value of a part; None if it is not JSON."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
 @cache  # thousands of requests share a few targets
 def _target(text: bytes) -> str:
-    return target_name(parse_part(text))
+    try:
+        return target_name(parse_part(text))
+    except RecursionError:  # nested almost too deeply to parse
+        return ""

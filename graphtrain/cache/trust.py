@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from graphtrain.cache.config_directory import config_directory
 from graphtrain.errors import CacheError
 
 _PAYLOAD_TYPE = "application/vnd.graphtrain.statement+json"
@@ -23,8 +24,7 @@ _MAX_ENVELOPE_BYTES = 64 * 1024  # bytes of an envelope; a statement has a few h
 
 def default_directory() -> Path:
     """Return the key directory: $XDG_CONFIG_HOME/graphtrain/keys, else under ~/.config."""
-    home = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(home) if home else Path.home() / ".config") / "graphtrain" / "keys"
+    return config_directory() / "keys"
 
 
 class UntrustedError(CacheError):

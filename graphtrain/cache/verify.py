@@ -6,11 +6,18 @@ from pathlib import Path
 from typing import Literal
 
 from graphtrain.cache import programs, stored_requests
+from graphtrain.cache.authentication import EntryAuthenticator
 from graphtrain.cache.layout import StorePaths
-from graphtrain.cache.programs import DamagedEntry, OtherSchemaVersion, UnusableEntry, exists
+from graphtrain.cache.programs import (
+    DamagedEntry,
+    ForeignEntry,
+    OtherSchemaVersion,
+    UnusableEntry,
+    exists,
+)
 from graphtrain.cache.writing import quarantine
 
-Kind = Literal["damaged", "other version", "dangling"]
+Kind = Literal["damaged", "other version", "dangling", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +25,7 @@ class Problem:
     """Program or request that cannot be used."""
 
     path: Path
-    kind: Kind  # dangling: a request whose program is not stored
+    kind: Kind  # dangling: a request without its program; foreign: not stored by this user
     reason: str
     repaired: bool
 
@@ -40,12 +47,15 @@ class VerificationReport:
         return all(problem.repaired for problem in self.problems)
 
 
-def verify(layout: StorePaths, *, repair: bool) -> VerificationReport:
+def verify(
+    layout: StorePaths, authenticator: EntryAuthenticator, *, repair: bool
+) -> VerificationReport:
     """Check every program and request.
 
     Args:
         layout: paths of the cache.
-        repair: move damaged entries and dangling requests to quarantine.
+        authenticator: decides which entries this user may load.
+        repair: move damaged and foreign entries and dangling requests to quarantine.
 
     Raises:
         CacheError: the cache cannot be read.
@@ -55,18 +65,19 @@ def verify(layout: StorePaths, *, repair: bool) -> VerificationReport:
     for digest in stored_requests.list_digests(layout.programs):
         path = layout.program(digest)
         try:
-            programs.check(path, digest, contents=True)
+            programs.check(path, digest, authenticator, contents=True)
             sound_programs.add(digest)
         except UnusableEntry as reason:
             if exists(path):  # otherwise another process has removed it
                 problems.append(_problem(layout, path, _kind(reason), str(reason), repair))
     answered: list[str] = []
-    for path, result in _checked_requests(layout):
+    for path, result in _checked_requests(layout, authenticator):
         if isinstance(result, UnusableEntry):
             problems.append(_problem(layout, path, _kind(result), str(result), repair))
         elif not exists(layout.program(result.program)):
-            reason = f"its program {result.program} is not stored"
-            problems.append(_problem(layout, path, "dangling", reason, repair))
+            if exists(path):  # otherwise garbage collection has just removed both
+                reason = f"its program {result.program} is not stored"
+                problems.append(_problem(layout, path, "dangling", reason, repair))
         else:
             answered.append(result.program)
     orphans = tuple(sorted(sound_programs.difference(answered)))
@@ -74,7 +85,7 @@ def verify(layout: StorePaths, *, repair: bool) -> VerificationReport:
 
 
 def _checked_requests(
-    layout: StorePaths,
+    layout: StorePaths, authenticator: EntryAuthenticator
 ) -> Iterator[tuple[Path, stored_requests.StoredRequest | UnusableEntry]]:
     for digest in stored_requests.list_digests(layout.requests, ".json"):
         path = layout.request(digest)
@@ -82,6 +93,8 @@ def _checked_requests(
             request = stored_requests.read(path)
             if request.key.digest != digest:
                 raise DamagedEntry("the request's contents do not match its digest")
+            if not stored_requests.may_use(authenticator, request):
+                raise ForeignEntry
             yield path, request
         except UnusableEntry as reason:
             if exists(path):
@@ -89,6 +102,8 @@ def _checked_requests(
 
 
 def _kind(reason: UnusableEntry) -> Kind:
+    if isinstance(reason, ForeignEntry):
+        return "foreign"
     return "other version" if isinstance(reason, OtherSchemaVersion) else "damaged"
 
 

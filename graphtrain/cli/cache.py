@@ -93,6 +93,28 @@ def verify(cache: Cache, repair: bool, as_json: bool) -> None:
     raise CacheError(f"{summary}, unusable: {unrepaired}{remedy}")
 
 
+@command.command("trust")
+@click.argument("directory", type=click.Path(path_type=Path), required=False)
+@click.option("--list", "list_only", is_flag=True, help="List the trusted cache directories.")
+@click.option("--remove", is_flag=True, help="Stop trusting DIRECTORY.")
+def trust(directory: Path | None, list_only: bool, remove: bool) -> None:
+    """Load every program in the cache DIRECTORY, whoever stored it.
+
+    By default, only programs that you compiled or pulled are loaded, and a cache that others can
+    write is refused. A program is code that runs as you, so trust only a directory to which only
+    people whom you trust can write, for example the cache of your group.
+    """
+    from graphtrain.cache import authentication
+
+    if list_only or directory is None:
+        for path in sorted(authentication.trusted_caches()):
+            click.echo(path)
+    elif remove:
+        click.echo(f"no longer trusted: {authentication.untrust_cache(directory)}")
+    else:
+        click.echo(f"programs in {authentication.trust_cache(directory)} are loaded from now on")
+
+
 @command.command("explain")
 @config_argument
 @target_option

@@ -27,7 +27,7 @@ def mount(*arguments):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    mount("-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path))
+    mount("-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", str(tmp_path))
     yield tmp_path
     subprocess.run(["umount", str(tmp_path)], check=True)
 

@@ -52,8 +52,8 @@ def url(tmp_path) -> str:
 
 
 @pytest.fixture
-def mine(tmp_path) -> Cache:
-    """Programs of three sizes."""
+def mine(tmp_path, keys) -> Cache:
+    """Programs of three sizes, stored by the user whose keys these are."""
     cache = Cache(tmp_path / "mine")
     for number, size in enumerate((0, 1, 100_000)):
         add(cache, number, size)
