@@ -3,8 +3,9 @@
 Objects of a program are written in the order payload, signature, record, and its request last, so
 a request is visible only when its program is complete. Payload and signature are named by the
 digest of their record: if several hosts push one program at once, the last record wins and stays
-consistent. Signatures are verified before any byte of a download is parsed. Object stores list a
-thousand names per page, so the two kinds that are listed have prefixes of their own:
+consistent. Signatures are verified before any byte of a download is parsed, and sizes before it is
+read. Object stores list a thousand names per page, so the two kinds that are listed have prefixes
+of their own:
 
     v1/requests/<digest>.json
     v1/programs/<digest>.json (the record)
@@ -24,12 +25,20 @@ from functools import partial
 from typing import TypeVar
 
 from graphtrain.cache.layout import LAYOUT, is_digest
-from graphtrain.cache.remote import ObjectStore
+from graphtrain.cache.programs import MAX_JSON_BYTES, UnusableEntry, decode_record
+from graphtrain.cache.remote import ObjectStore, UnusableObject
 from graphtrain.cache.store import Cache
-from graphtrain.cache.trust import KeyStore, UntrustedError, default_directory
+from graphtrain.cache.trust import (
+    MAX_ENVELOPE_BYTES,
+    KeyStore,
+    UntrustedError,
+    default_directory,
+)
 from graphtrain.errors import CacheError
 
 _CONCURRENT_TRANSFERS = 8  # concurrent transfers
+_MAX_REQUEST_BYTES = 16 * 1024 * 1024  # a request has a few hundred kilobytes
+_MAX_RECORD_BYTES = MAX_JSON_BYTES
 T = TypeVar("T")
 ProgressCallback = Callable[
     [int, int], None
@@ -154,7 +163,7 @@ def pull(
 
     def fetch_request(digest: str) -> None:
         with _record_rejections(result):
-            text = remote.get(_request_name(digest))
+            text = remote.get(_request_name(digest), _MAX_REQUEST_BYTES)
             if text is None:
                 result.missing.append(digest)
                 return
@@ -217,16 +226,39 @@ def _fetch_program(
     cache: Cache, remote: ObjectStore, keys: KeyStore, digest: str, result: TransferResult
 ) -> None:
     label = f"{remote.url}: program {digest}"
-    record = remote.get(_record_name(digest))
-    payload = None if record is None else remote.get(_payload_name(record))
-    if record is None or payload is None:
+    record = remote.get(_record_name(digest), _MAX_RECORD_BYTES)
+    if record is None:
         raise UntrustedError(f"{label}: its record or payload is missing; push it again")
-    keys.verify(
-        _envelope(remote, record, label), _program_statement(digest, record, payload), label
-    )
+    signer, statement = keys.signed_statement(_envelope(remote, record, label), label)
+    payload = remote.get(_payload_name(record), _payload_bytes(statement, record, digest, label))
+    if payload is None:
+        raise UntrustedError(f"{label}: its record or payload is missing; push it again")
+    if statement != _program_statement(digest, record, payload):
+        raise _tampered(label, signer)
     cache.import_program(digest, record, payload)
     result.programs.append(digest)
     result.nbytes += len(record) + len(payload)
+
+
+def _payload_bytes(statement: object, record: bytes, digest: str, label: str) -> int:
+    """Return the size of the payload according to a record, after checking that it was signed.
+
+    Raises:
+        UntrustedError: the signed statement is for another record, or the record is not valid.
+    """
+    signed = statement if isinstance(statement, dict) else {}
+    if (signed.get("program"), signed.get("record")) != (digest, _sha256(record)):
+        raise UntrustedError(f"{label}: its signature is for other contents; it was tampered with")
+    try:
+        return decode_record(record, digest)["payload"]["bytes"]
+    except UnusableEntry as error:
+        raise UntrustedError(f"{label}: {error}") from error
+
+
+def _tampered(label: str, signer: str) -> UntrustedError:
+    return UntrustedError(
+        f"{label}: the signature of key {signer!r} is for other contents; it was tampered with"
+    )
 
 
 @contextmanager
@@ -234,7 +266,7 @@ def _record_rejections(result: TransferResult) -> Iterator[None]:
     """Record a refusal, so that the other transfers continue."""
     try:
         yield
-    except UntrustedError as error:
+    except (UntrustedError, UnusableObject) as error:
         result.rejected.append(str(error))
 
 
@@ -248,7 +280,7 @@ def _read_or_reject(result: TransferResult, read: Callable[[str], T], digest: st
 
 
 def _envelope(remote: ObjectStore, signed: bytes, label: str) -> bytes:
-    envelope = remote.get(_signature_name(signed))
+    envelope = remote.get(_signature_name(signed), MAX_ENVELOPE_BYTES)
     if envelope is None:
         raise UntrustedError(f"{label}: it has no signature")
     return envelope

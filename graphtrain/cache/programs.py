@@ -167,7 +167,8 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
         raise DamagedEntry(f"{name} is not a JSON object")
     schema = body.get("schema")
     if schema != SCHEMA:
-        raise OtherSchemaVersion(f"{name} has schema {schema}; this graphtrain reads {SCHEMA}")
+        version = schema if isinstance(schema, int) else "of no version"
+        raise OtherSchemaVersion(f"{name} has schema {version}; this graphtrain reads {SCHEMA}")
     return body
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,6 +19,10 @@ _MAX_RETRIES, _RETRY_DELAY_SECONDS = (
 )  # retries of interrupted responses, and seconds between them
 _MAX_ERROR_LENGTH = 600  # characters of an error message; S3 sends XML, web servers entire pages
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+
+
+class UnusableObject(CacheError):
+    """One object of a store cannot be used; others may."""
 
 
 class ObjectStore:
@@ -39,6 +44,7 @@ class ObjectStore:
         self.url = url
         self._is_web = url.startswith(("http://", "https://"))
         self._patience = retry_seconds if "://" in url else 0.0  # retrying a local disk is useless
+        self._directory = None if "://" in url else Path(url).expanduser().absolute()
         self._store = _open(url, retry_seconds, create)
 
     def names(self, prefix: str) -> Iterator[str]:
@@ -62,16 +68,21 @@ class ObjectStore:
             except _TransientError as error:
                 patience.wait_or_raise(error)
 
-    def get(self, name: str) -> bytes | None:
+    def get(self, name: str, limit: int) -> bytes | None:
         """Return an object's contents, or None if it does not exist.
 
+        Args:
+            name: name of the object.
+            limit: maximum size in bytes; checked before the contents are read.
+
         Raises:
+            UnusableObject: the object is larger than `limit`, or is a special file.
             CacheError: the object cannot be read.
         """
         patience = _RetryLimit(self._patience)
         while True:
             try:
-                return self._get(name)
+                return self._get(name, limit)
             except _TransientError as error:
                 patience.wait_or_raise(error)
 
@@ -89,18 +100,55 @@ class ObjectStore:
     def _list(self, prefix: str, after: str | None) -> Iterator[str]:
         import obstore
 
+        if self._directory is not None:
+            yield from self._list_directory(self._directory / prefix)
+            return
         with _store_errors(self.url, "list", prefix):
             for page in obstore.list(self._store, prefix=prefix.rstrip("/"), offset=after):
                 yield from (one["path"] for one in page)
 
-    def _get(self, name: str) -> bytes | None:
+    def _list_directory(self, directory: Path) -> Iterator[str]:
+        """Yield the names of files; obstore would end at a link that leads nowhere."""
+
+        def stop(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise CacheError(f"cannot list {directory}: {error.strerror}") from error
+
+        for folder, _, names in os.walk(directory, onerror=stop):
+            for name in names:
+                yield Path(folder, name).relative_to(self._directory or "").as_posix()
+
+    def _get(self, name: str, limit: int) -> bytes | None:
         import obstore
 
-        with _store_errors(self.url, "read", name):
+        self._refuse_special_file(name)
+        with _store_errors(self.url, "read", name, one_object=self._directory is not None):
             try:
-                return bytes(obstore.get(self._store, name).bytes())
+                found = obstore.get(self._store, name)
             except FileNotFoundError:
                 return None
+            size = found.meta["size"]
+            if size > limit:
+                raise UnusableObject(
+                    f"{self.url.rstrip('/')}/{name} has {size} bytes, more than the {limit} that "
+                    "it may have; it was not read"
+                )
+            return bytes(found.bytes())
+
+    def _refuse_special_file(self, name: str) -> None:
+        """Refuse a named pipe or device in a directory, at which reading could wait for ever.
+
+        Raises:
+            UnusableObject: it is one.
+        """
+        if self._directory is None:
+            return
+        try:
+            mode = os.stat(self._directory / name).st_mode
+        except OSError:
+            return  # missing or unreadable, as obstore will report
+        if not stat.S_ISREG(mode):
+            raise UnusableObject(f"{self._directory / name} is not a regular file")
 
 
 def _open(url: str, patience: float, make: bool) -> Any:
@@ -166,10 +214,14 @@ class _TransientError(CacheError):
 
 
 class _store_errors:
-    """Context manager that converts errors of obstore into CacheError."""
+    """Context manager that converts errors of obstore into CacheError.
 
-    def __init__(self, url: str, verb: str, name: str) -> None:
+    With `one_object`, they concern only that object: UnusableObject.
+    """
+
+    def __init__(self, url: str, verb: str, name: str, *, one_object: bool = False) -> None:
         self._what = f"cannot {verb} {url.rstrip('/')}/{name}"
+        self._one_object = one_object
 
     def __enter__(self) -> None:
         return None
@@ -181,6 +233,7 @@ class _store_errors:
         is_transient = (
             type(error).__name__ == "GenericError"
         )  # by name, because obstore may not be installed
-        raise (_TransientError if is_transient else CacheError)(
+        other_error = _TransientError if is_transient else CacheError
+        raise (UnusableObject if self._one_object else other_error)(
             f"{self._what}: {message}"
         ) from error

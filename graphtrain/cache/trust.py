@@ -19,7 +19,9 @@ from graphtrain.errors import CacheError
 
 _PAYLOAD_TYPE = "application/vnd.graphtrain.statement+json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MAX_ENVELOPE_BYTES = 64 * 1024  # bytes of an envelope; a statement has a few hundred
+_KEY_ID = re.compile(r"[0-9a-f]{64}")  # SHA-256 of the public key
+_MAX_SIGNATURES = 16  # in one envelope; graphtrain writes one
+MAX_ENVELOPE_BYTES = 64 * 1024  # bytes of an envelope; a statement has a few hundred
 
 
 def default_directory() -> Path:
@@ -133,14 +135,30 @@ class KeyStore:
         Raises:
             UntrustedError: not an envelope, of another statement, or not signed by a trusted key.
         """
+        name, signed = self.signed_statement(envelope, what)
+        if signed != dict(statement):
+            raise UntrustedError(
+                f"{what}: the signature of key {name!r} is for other contents; it was tampered with"
+            )
+        return name
+
+    def signed_statement(self, envelope: bytes, what: str) -> tuple[str, Any]:
+        """Return the name of the trusted key that signed an envelope, and the signed JSON.
+
+        Args:
+            envelope: untrusted bytes from the remote cache.
+            what: name of the signed object in errors.
+
+        Raises:
+            UntrustedError: not an envelope, or not signed by a trusted key.
+        """
         from securesystemslib.dsse import Envelope
         from securesystemslib.exceptions import VerificationError
 
         try:
-            if len(envelope) > _MAX_ENVELOPE_BYTES:
-                raise ValueError
-            parsed_envelope = Envelope.from_dict(json.loads(envelope))
-            signed = json.loads(parsed_envelope.payload)
+            body = _parse_envelope(envelope)
+            parsed_envelope = Envelope.from_dict(body)
+            statement = json.loads(parsed_envelope.payload)
         except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
             raise UntrustedError(f"{what}: its signature is not a DSSE envelope") from None
         for name, key in self.trusted().items():
@@ -148,17 +166,48 @@ class KeyStore:
                 parsed_envelope.verify([_as_key(key)], 1)
             except VerificationError:
                 continue
-            if parsed_envelope.payload_type != _PAYLOAD_TYPE or signed != dict(statement):
-                raise UntrustedError(
-                    f"{what}: the signature of key {name!r} is for other contents; "
-                    "it was tampered with"
-                )
-            return name
+            return name, statement
         signers = ", ".join(keyid[:12] for keyid in parsed_envelope.signatures) or "nobody"
         raise UntrustedError(
             f"{what}: signed by {signers}, which is not a trusted key; to trust it, get the public "
             "key from its owner and run: graphtrain cache key trust NAME FILE"
         )
+
+
+def _parse_envelope(envelope: bytes) -> dict[str, Any]:
+    """Return an envelope whose fields have the types that securesystemslib expects.
+
+    Raises:
+        ValueError: it is too large, not JSON, or has other fields.
+        RecursionError: its JSON is nested too deeply.
+    """
+    if len(envelope) > MAX_ENVELOPE_BYTES:
+        raise ValueError("too large")
+    body = json.loads(envelope)
+    signatures = body["signatures"] if isinstance(body, dict) else None
+    if (
+        not isinstance(signatures, list)
+        or len(signatures) > _MAX_SIGNATURES
+        or body.get("payloadType") != _PAYLOAD_TYPE
+        or not _is_base64(body.get("payload"))
+        or not all(map(_is_signature, signatures))
+    ):
+        raise ValueError("not an envelope of graphtrain")
+    return {name: body[name] for name in ("payload", "payloadType", "signatures")}
+
+
+def _is_signature(signature: object) -> bool:
+    return (
+        isinstance(signature, dict)
+        and signature.keys() == {"keyid", "sig"}
+        and isinstance(signature["keyid"], str)
+        and _KEY_ID.fullmatch(signature["keyid"]) is not None
+        and _is_base64(signature["sig"])
+    )
+
+
+def _is_base64(text: object) -> bool:
+    return isinstance(text, str) and text.isascii()
 
 
 def _read_key(path: Path) -> dict[str, Any]:

