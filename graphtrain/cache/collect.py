@@ -54,11 +54,13 @@ def collect(
     now = time.time()
     entries = list_entries(layout)
     oldest_use = 0.0 if max_age_days is None else now - max_age_days * _DAY
-    removed, locked = [], []
+    removed, locked, leftovers = [], [], 0
     foreign = _other_toolchains(layout, entries) if other_toolchains else frozenset()
     for entry in _select_for_removal(entries, max_bytes, oldest_use, foreign, frozenset(keep)):
-        (removed if _remove(layout, entry) else locked).append(entry)
-    leftovers = _remove_dangling(layout) + _remove_temporary(layout, now)
+        requests = _remove(layout, entry)
+        (locked if requests is None else removed).append(entry)
+        leftovers += requests or 0
+    leftovers += _remove_dangling(layout) + _remove_temporary(layout, now)
     leftovers += _remove_children(layout.quarantine, created_before=now)
     if max_age_days is not None:
         leftovers += _remove_children(layout.failures, created_before=oldest_use)
@@ -131,13 +133,19 @@ def _select_for_removal(
     return chosen
 
 
-def _remove(layout: StorePaths, entry: CacheEntry) -> bool:
+def _remove(layout: StorePaths, entry: CacheEntry) -> int | None:
+    """Remove a program; return the number of its requests, or None if it is leased.
+
+    Requests are removed first: no reader finds one whose program is missing.
+    """
     path = layout.program(entry.program)
     with try_hold_all(layout, (entry.program, *entry.requests), DEFAULT_TIMING) as free:
-        if free:
-            with remove_errors(path):
-                remove_directory(layout, path)
-    return free
+        if not free:
+            return None
+        requests = _unlink(map(layout.request, entry.requests))
+        with remove_errors(path):
+            remove_directory(layout, path)
+    return requests
 
 
 def _remove_dangling(layout: StorePaths) -> int:

@@ -48,9 +48,23 @@ DEFAULT_TIMING = LeaseTiming()
 class Lease:
     """Lease of one digest, from the point of view of one claimant."""
 
-    def __init__(self, directory: Path, pace: LeaseTiming) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        pace: LeaseTiming = DEFAULT_TIMING,
+        on_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare to claim a lease; nothing is written.
+
+        Args:
+            directory: directory of the lease.
+            pace: heartbeat interval and expiry.
+            on_lost: called by the thread of the heartbeats if another claimant has considered this
+                one expired, as after a long pause of its machine.
+        """
         self._directory = directory
         self._pace = pace
+        self._on_lost = on_lost
         self._number: int | None = None  # of this claimant's claim, while it owns the lease
         self._seen: tuple[int, int] | None = None  # number and last heartbeat of the other owner
         self._since = 0.0  # time.monotonic() when that heartbeat was first seen
@@ -70,6 +84,31 @@ class Lease:
                 return False
             return self._claim(highest + 1)
 
+    def acquire_unless_alive(self, on_wait: Callable[[str], None]) -> bool:
+        """Claim the lease unless its owner is alive; return whether this claimant owns it now.
+
+        The kernel knows whether an owner on this host is alive. An owner on another host, or in
+        another container, is alive if it sends a heartbeat while this claimant waits.
+
+        Args:
+            on_wait: called with a description of the owner, before such a wait.
+
+        Raises:
+            CacheError: the lease cannot be created.
+        """
+        if self.try_acquire():
+            return True
+        claim_number, _ = _highest(self._directory)
+        if _is_here(_read(self._directory / str(claim_number)), self._pace.host):
+            return False
+        heartbeat = self._seen
+        on_wait(self.owner())
+        while self._seen == heartbeat:
+            time.sleep(_MAX_POLL_SECONDS)
+            if self.try_acquire():
+                return True
+        return False
+
     def release(self) -> None:
         """Release the lease, if this claimant owns it."""
         if self._number is None:
@@ -83,10 +122,16 @@ class Lease:
     def owner(self) -> str:
         """Return a description of the current owner."""
         claim_number, _ = _highest(self._directory)
-        info = _read(self._directory / str(claim_number))
+        path = self._directory / str(claim_number)
+        info = _read(path)
         if "pid" not in info:
             return "another process"  # it has not written its claim yet
-        return f"process {info.get('pid')} on {info.get('host')}, since {info.get('since')}"
+        owner = f"process {info.get('pid')} on {info.get('host')}, since {info.get('since')}"
+        try:
+            age = max(0.0, time.time() - path.stat().st_mtime)
+        except OSError:
+            return owner  # released just now
+        return f"{owner}, last heartbeat {age:.0f} s ago"
 
     def _claim(self, claim_number: int) -> bool:
         path = self._directory / str(claim_number)
@@ -95,6 +140,7 @@ class Lease:
             "pid": os.getpid(),
             "host": os.uname().nodename,
             "boot": self._pace.host or _host_id(),
+            "start": _start_time(os.getpid()),
             "since": timestamp(),
         }
         try:
@@ -109,7 +155,7 @@ class Lease:
         _remove_below(self._directory, claim_number)
         self._done = threading.Event()
         threading.Thread(
-            target=_send_heartbeats, args=(path, self._done, self._pace), daemon=True
+            target=_send_heartbeats, args=(path, self._done, self._pace, self._on_lost), daemon=True
         ).start()
         return True
 
@@ -198,13 +244,19 @@ def _remove_below(directory: Path, claim_number: int) -> None:
                 (directory / name).unlink()
 
 
-def _send_heartbeats(path: Path, is_released: threading.Event, pace: LeaseTiming) -> None:
+def _send_heartbeats(
+    path: Path, is_released: threading.Event, pace: LeaseTiming, on_lost: Callable[[], None]
+) -> None:
     """Send heartbeats, by updating the file's modification time, until `is_released` is set."""
     while not is_released.wait(pace.heartbeat_seconds):
-        with suppress(
-            OSError
-        ):  # taken over, or the server is unreachable; at worst the lease expires
+        try:
             os.utime(path)
+        except FileNotFoundError:
+            if _highest(path.parent)[0] > int(path.name) and not is_released.is_set():
+                on_lost()
+                return
+        except OSError:
+            continue  # the server is unreachable; at worst the lease expires
 
 
 def _write(path: Path, text: str) -> None:
@@ -227,18 +279,32 @@ def _read(path: Path) -> dict[str, object]:
     return info if isinstance(info, dict) else {}
 
 
+def _is_here(owner: dict[str, object], host: str | None) -> bool:
+    """Return whether the owner is or was a process of this host and container."""
+    return owner.get("boot") == (host or _host_id()) and isinstance(owner.get("pid"), int)
+
+
 def _is_dead(owner: dict[str, object], host: str | None) -> bool:
     """Return whether the owner was a process of this host and container that has ended."""
     pid = owner.get("pid")
-    if owner.get("boot") != (host or _host_id()) or not isinstance(pid, int):
+    if not _is_here(owner, host) or not isinstance(pid, int):
         return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except OSError:
-        return False  # the process belongs to another user
-    return _is_zombie(pid)
+        pass  # the process belongs to another user
+    starts = {owner.get("start"), _start_time(pid)} - {None}
+    return len(starts) == 2 or _is_zombie(pid)  # 2: the process id was given to another process
+
+
+def _start_time(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None where there is no /proc."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _is_zombie(pid: int) -> bool:

@@ -75,7 +75,7 @@ def verify(
         if isinstance(result, UnusableEntry):
             problems.append(_problem(layout, path, _kind(result), str(result), repair))
         elif not exists(layout.program(result.program)):
-            if exists(path):  # otherwise garbage collection has just removed both
+            if _still_names(path, result.program):  # otherwise gc has just removed both
                 reason = f"its program {result.program} is not stored"
                 problems.append(_problem(layout, path, "dangling", reason, repair))
         else:
@@ -99,6 +99,14 @@ def _checked_requests(
         except UnusableEntry as reason:
             if exists(path):
                 yield path, reason
+
+
+def _still_names(path: Path, program: str) -> bool:
+    """Return whether a request that was read a moment ago is still stored, with this program."""
+    try:
+        return stored_requests.read(path).program == program
+    except UnusableEntry:
+        return False
 
 
 def _kind(reason: UnusableEntry) -> Kind:

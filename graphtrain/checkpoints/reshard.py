@@ -34,7 +34,7 @@ from lowering.trees import Tree, unflatten
 
 _CHUNK_BYTES = 64 << 20  # bytes of one chunk of an array on disk
 _CHUNK_CACHE_BYTES = 1 << 30  # bytes of source chunks cached while parts of them are read
-_NOT_COPIED = ("checkpoints", ".lock", "config.toml")
+_NOT_COPIED = ("checkpoints", ".lease", ".lock", "config.toml")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Start and end worker processes, with a forkserver that has imported their modules."""
 
 import multiprocessing
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 from graphtrain.errors import GraphtrainError
 
 _SCRATCH = "graphtrain-compile-"
+_OWNER = "graphtrain-owner"  # file with a process id, in the directory of multiprocessing's socket
 _START_ATTEMPTS = 3  # attempts to start a worker, in case the forkserver is killed meanwhile
 _PAUSE = 0.5  # seconds until the kernel reports that the forkserver has ended
 
@@ -25,6 +27,8 @@ class ForkServer:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["graphtrain.compile.worker"])
+        # Its name, pymp-XXXXXXXX, does not contain the owner, and a killed owner leaves it.
+        Path(multiprocessing.util.get_temp_dir(), _OWNER).write_text(str(os.getpid()))
 
     def start(self, *arguments: Any) -> tuple[Any, Connection]:
         """Start a worker; return its process and the pipe on which it sends messages.
@@ -64,15 +68,26 @@ def kill_worker(process: Any) -> None:
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
     """Create a temporary directory for workers; remove those left by killed commands."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
-        owner = path.name.removeprefix(_SCRATCH).partition("-")[0]
-        if owner.isdecimal() and not Path("/proc", owner).exists():
-            shutil.rmtree(path, ignore_errors=True)
+    _remove_stale_directories(Path(tempfile.gettempdir()))
     path = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-"))
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_stale_directories(parent: Path) -> None:
+    """Remove the temporary directories of commands that were killed."""
+    owners = {
+        path: path.name.removeprefix(_SCRATCH).partition("-")[0]
+        for path in parent.glob(f"{_SCRATCH}*")
+    }
+    for path in parent.glob(f"pymp-*/{_OWNER}"):
+        with suppress(OSError, ValueError):  # of another user, or removed by its owner
+            owners[path.parent] = path.read_text()
+    for path, owner in owners.items():
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _work(*arguments: Any) -> None:

@@ -1,38 +1,77 @@
-"""Lock that gives one process the right to write into the directory of a run."""
+"""Lock that gives one process the right to write into the directory of a run.
 
+It is a lease (`graphtrain.cache.leases`), because not every file system has locks, and not every
+network file system extends them across hosts. A run that was killed on this host is replaced at
+once; one on another host when it has sent no heartbeat for 45 seconds.
+"""
+
+import os
+import shutil
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from graphtrain.errors import TrainingError
+from graphtrain.cache.leases import DEFAULT_TIMING, Lease, LeaseTiming
+from graphtrain.errors import CacheError, TrainingError
 from graphtrain.files import write_errors
+
+LEASE = ".lease"
+_LOST_STATUS = 2
 
 
 @contextmanager
-def locked_run_directory(directory: Path) -> Iterator[None]:
+def locked_run_directory(directory: Path, pace: LeaseTiming = DEFAULT_TIMING) -> Iterator[None]:
     """Create and lock the directory of a run, so that no other process writes into it.
 
     A directory that was created here and is still empty at the end is removed again.
 
+    Args:
+        directory: directory of the run.
+        pace: heartbeat interval and expiry of the lease.
+
     Raises:
         TrainingError: another process has the lock, or the directory cannot be written.
     """
-    from filelock import FileLock, Timeout
-
-    path = directory / ".lock"
-    lock = FileLock(path, blocking=False)
+    path = directory / LEASE
+    lease = Lease(path, pace, on_lost=lambda: _end_process(directory))
     with write_errors(directory):
         new = not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
         try:
-            lock.acquire()
-        except Timeout:
-            raise TrainingError(f"another process is training into {directory}") from None
+            is_owner = lease.acquire_unless_alive(lambda owner: _say_wait(directory, owner, pace))
+        except CacheError as error:
+            raise error.__cause__ or error from None  # the remedy of a cache is another
+    if not is_owner:
+        raise TrainingError(
+            f"another process is training into {directory}: {lease.owner()}; end it, or choose "
+            f"another directory with --set run.directory=DIR; if it is not running, remove {path}"
+        )
     try:
         yield
     finally:
+        lease.release()
         with suppress(OSError):  # another process uses the directory by now, or removed it
             if new and list(directory.iterdir()) == [path]:
-                path.unlink()
+                shutil.rmtree(path)
                 directory.rmdir()
-        lock.release()
+
+
+def _say_wait(directory: Path, owner: str, pace: LeaseTiming) -> None:
+    warnings.warn(
+        f"{directory} is locked by {owner}; waiting up to {pace.expiry_seconds:.0f} s for its next "
+        "heartbeat",
+        stacklevel=2,
+    )
+
+
+def _end_process(directory: Path) -> None:
+    """End this process at once: another one writes into the directory, so nothing may be saved."""
+    print(
+        f"error: this process sent no heartbeat for too long, and another process now trains into "
+        f"{directory}; this one ends without saving",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(_LOST_STATUS)

@@ -6,12 +6,19 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import resource
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 _CPUINFO = Path("/proc/cpuinfo")
-_CGROUP = Path("/sys/fs/cgroup")  # cgroup v2 of this container
+_PROCESS = Path("/proc/self")
+# Files of a cgroup with the limit of its memory and what is used of it, by type of file system
+_CGROUP_FILES = {
+    "cgroup2": ("memory.max", "memory.current"),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
 # mallopt parameters: M_ARENA_MAX = 1; M_MMAP_MAX = 0, never use mmap; M_TRIM_THRESHOLD = -1, never
 # trim (the value is unsigned).
 _MALLOPT = {-8: 1, -4: 0, -1: -1}
@@ -42,17 +49,65 @@ def memory_bytes() -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes available to new processes: of the host, or the rest of the cgroup limit."""
+    """Return the bytes available to new processes: of the host, or the rest of a cgroup limit."""
     import psutil
 
-    available = psutil.virtual_memory().available
+    return min([psutil.virtual_memory().available, *_cgroup_memory_left()])
+
+
+def _cgroup_memory_left() -> Iterator[int]:
+    """Yield what each limit on this process leaves: of its cgroups, versions 1 and 2.
+
+    A limit applies to a cgroup and all below it, so each one up to the root counts.
+
+    Source: cgroups(7), proc_pid_mountinfo(5)
+    """
     try:
-        limit, usage = (
-            int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current")
-        )
-    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
-        return available
-    return min(available, max(0, limit - usage))
+        memberships = (_PROCESS / "cgroup").read_text().splitlines()
+        mounts = (_PROCESS / "mountinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for kind, root, mount_point, options in map(_cgroup_mount, mounts):
+        for membership in memberships:
+            _, controllers, path = membership.split(":", 2)
+            names = controllers.split(",")
+            if kind == ("cgroup2" if controllers == "" else "cgroup") and (
+                kind == "cgroup2" or {"memory"} <= {*names} & {*options}
+            ):
+                yield from _limits_up_to(mount_point, _below(root, path), *_CGROUP_FILES[kind])
+
+
+def _cgroup_mount(line: str) -> tuple[str, str, Path, list[str]]:
+    """Return type, root, mount point and options of the file system in a line of mountinfo."""
+    fields, _, file_system = line.partition(" - ")
+    root, mount_point = (_unescape(field) for field in fields.split(" ")[3:5])
+    kind, *_, options = file_system.split(" ")
+    return kind, root, Path(mount_point), options.split(",")
+
+
+def _unescape(field: str) -> str:
+    """Return a path of mountinfo, in which spaces, tabs and the like are octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def _below(root: str, path: str) -> str:
+    """Return the path of a cgroup below its mount, of which a container may see only a part."""
+    try:
+        below = PurePosixPath(path).relative_to(root).as_posix()
+    except ValueError:
+        return "."
+    return "." if ".." in below.split("/") else below
+
+
+def _limits_up_to(top: Path, below: str, limit_file: str, usage_file: str) -> Iterator[int]:
+    for directory in (top / below, *(top / below).parents):
+        with contextlib.suppress(OSError, ValueError):  # the root has no limit; "max" is none
+            limit, usage = (
+                int((directory / name).read_text()) for name in (limit_file, usage_file)
+            )
+            yield max(0, limit - usage)
+        if directory == top:
+            return
 
 
 def usable_cores() -> int:

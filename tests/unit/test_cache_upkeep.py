@@ -4,7 +4,7 @@ from importlib import metadata
 
 import pytest
 
-from graphtrain.cache import Cache
+from graphtrain.cache import Cache, collect, stored_requests
 from graphtrain.cache.key import CacheKey
 from graphtrain.cache.sizes import format_size, parse_size
 from lowering.artifact import Artifact
@@ -185,3 +185,27 @@ def test_sizes_are_parsed(text, nbytes):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match="is not a size; use a form such as 500MB"):
         parse_size(text)
+
+
+def test_verify_does_not_report_what_gc_removes_meanwhile(cache, monkeypatch):
+    read = stored_requests.read
+
+    def read_and_collect(path):
+        request = read(path)
+        cache.gc(max_bytes=0)
+        return request
+
+    monkeypatch.setattr(stored_requests, "read", read_and_collect)
+    assert cache.verify().valid and stored(cache) == []
+
+
+def test_at_no_moment_of_gc_is_a_request_without_its_program(cache, monkeypatch):
+    remove, reports = collect.remove_directory, []
+
+    def remove_and_verify(*arguments):
+        remove(*arguments)
+        reports.append(cache.verify())
+
+    monkeypatch.setattr(collect, "remove_directory", remove_and_verify)
+    cache.gc(max_bytes=0)
+    assert len(reports) == len(KEYS) and all(report.valid for report in reports)

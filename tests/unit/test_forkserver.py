@@ -2,12 +2,16 @@
 
 import os
 import signal
+import subprocess
+import sys
 from multiprocessing import forkserver as multiprocessing_forkserver
 from pathlib import Path
 
 import pytest
 
 from graphtrain.compile import forkserver
+
+ROOT = Path(__file__).parents[2]
 
 
 def begin(server):
@@ -42,3 +46,28 @@ def test_the_scratch_of_a_killed_command_is_removed_by_the_next(tmp_path, monkey
     with forkserver.scratch_directory() as ours:
         assert set(tmp_path.iterdir()) == {alive, ours}
     assert list(tmp_path.iterdir()) == [alive]
+
+
+FORKSERVER = """
+import os, signal
+from graphtrain.compile import forkserver
+
+server = forkserver.ForkServer()
+server._context.set_forkserver_preload([])
+forkserver._work = id
+process, pipe = server.start()
+process.join()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_socket_of_a_killed_command_is_removed_by_the_next(tmp_path, monkeypatch):
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    killed = subprocess.run([sys.executable, "-c", FORKSERVER], env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob("pymp-*")
+    of_others = tmp_path / "pymp-of-another-program"
+    of_others.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with forkserver.scratch_directory():
+        assert not left.exists() and of_others.exists()

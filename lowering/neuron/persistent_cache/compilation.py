@@ -160,9 +160,7 @@ class _CompilerPool:
             current = entries.read(entry.directory, judge=None)
             outcome = self._known_outcome(current, program)
             if outcome is None:
-                self._running.append(self._start(current, attempt, lock))
-                self._observe(entry.directory.name, f"compiling, attempt {attempt}")
-                return
+                self._running.append(self._start(current, attempt, lock))  # owns the lock now
         except (LoweringError, OSError, EOFError, zlib.error) as error:
             outcome = EntryOutcome(
                 program, "failed", 0, 0.0, CompileFailure("not started", str(error))
@@ -170,6 +168,9 @@ class _CompilerPool:
         except BaseException:
             lock.release()
             raise
+        if outcome is None:
+            self._observe(entry.directory.name, f"compiling, attempt {attempt}")
+            return
         lock.release()
         self._report(outcome)
 
@@ -211,15 +212,19 @@ class _CompilerPool:
         program = completion.decompress_program(entry.program, scratch)
         command = [*self._compiler.command, *arguments(str(program), entries.NEFF, compile_flags)]
         log = (scratch / "log.txt").open("w+b")
-        process = subprocess.Popen(
-            [*kill_with_parent_prefix(), *_GROUP, *command, "--verbose=35"],
-            cwd=scratch,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                [*kill_with_parent_prefix(), *_GROUP, *command, "--verbose=35"],
+                cwd=scratch,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except BaseException:  # for example too many processes
+            log.close()
+            raise
         now = time.monotonic()
         return _Running(entry, attempt, process, lock, scratch, log, now, now)
 

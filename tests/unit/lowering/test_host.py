@@ -42,10 +42,18 @@ def test_no_peak_where_the_kernel_tells_nothing(tmp_path, monkeypatch):
         host._cpuinfo.cache_clear()
 
 
+def mount_line(root, directory, kind, options):
+    """A line of mountinfo, where spaces are octal numbers."""
+    escaped = str(directory).replace(" ", "\\040")
+    return f"30 23 0:27 {root} {escaped} rw,nosuid shared:9 master:1 - {kind} cgroup {options}\n"
+
+
 @pytest.fixture
 def container(tmp_path, monkeypatch):
     """A function that limits the memory of this container; the host has 100 GB free."""
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host, "_PROCESS", tmp_path)
+    (tmp_path / "cgroup").write_text("0::/\n")
+    (tmp_path / "mountinfo").write_text(mount_line("/", tmp_path, "cgroup2", "rw"))
     free = SimpleNamespace(available=100 << 30)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
 
@@ -76,3 +84,74 @@ def test_neuron_s_compilers_share_a_container(container, monkeypatch):
     assert default_jobs() == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     assert host.usable_cores() == default_jobs() == 1
+
+
+@pytest.fixture
+def cgroups(tmp_path, monkeypatch):
+    """A function that fabricates what the kernel tells of this process and of its cgroups."""
+    monkeypatch.setattr(host, "_PROCESS", tmp_path)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 << 30))
+
+    def fabricate(membership, mounts, limits):
+        (tmp_path / "cgroup").write_text(membership)
+        (tmp_path / "mountinfo").write_text("".join(mounts))
+        for directory, (limit, used) in limits.items():
+            directory.mkdir(parents=True, exist_ok=True)
+            v2 = (directory.relative_to(tmp_path)).parts[0] == "unified"
+            names = ("memory.max", "memory.current") if v2 else V1_FILES
+            (directory / names[0]).write_text(f"{limit}\n")
+            (directory / names[1]).write_text(f"{used}\n")
+        return host.available_memory()
+
+    return fabricate
+
+
+V1_FILES = "memory.limit_in_bytes", "memory.usage_in_bytes"
+NO_LIMIT = 9223372036854771712  # of version 1
+
+
+def test_the_smallest_limit_of_nested_cgroups_counts(cgroups, tmp_path):
+    top = tmp_path / "unified"
+    limits = {
+        top / "slurm": ("max", 5 << 30),
+        top / "slurm/job 7": (8 << 30, 2 << 30),
+        top / "slurm/job 7/step": (20 << 30, 1 << 30),
+        top / "slurm/job 7/step/task": ("max", 1 << 30),
+        top / "other": (1 << 30, 0),
+    }
+    mounts = [mount_line("/", top, "cgroup2", "rw")]
+    assert cgroups("0::/slurm/job 7/step/task\n", mounts, limits) == 6 << 30
+
+
+def test_limits_of_version_1_count_beside_those_of_version_2(cgroups, tmp_path):
+    memory, unified = tmp_path / "memory space", tmp_path / "unified"
+    limits = {
+        memory: (NO_LIMIT, 50 << 30),
+        memory / "docker/abc": (4 << 30, 1 << 30),
+        unified / "abc": ("max", 0),
+    }
+    mounts = [
+        mount_line("/", tmp_path / "cpu", "cgroup", "rw,cpu,cpuacct"),
+        mount_line("/", memory, "cgroup", "rw,memory"),
+        mount_line("/", unified, "cgroup2", "rw"),
+        "31 23 0:28 / /proc rw - proc proc rw\n",
+    ]
+    membership = "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n1:name=systemd:/\n0::/abc\n"
+    assert cgroups(membership, mounts, limits) == 3 << 30
+
+
+@pytest.mark.parametrize(
+    "root, path",
+    [("/docker/abc", "/docker/abc/step"), ("/docker/abc", "/elsewhere"), ("/", "/../../x")],
+    ids=["bind mount", "of another container", "outside the namespace"],
+)
+def test_in_a_container_the_limit_at_the_mount_counts(cgroups, tmp_path, root, path):
+    top = tmp_path / "unified"
+    limits = {top: (2 << 30, 1 << 30), top / "step": ("max", 0)}
+    mounts = [mount_line(root, top, "cgroup2", "rw")]
+    assert cgroups(f"0::{path}\n", mounts, limits) == 1 << 30
+
+
+def test_without_proc_the_host_counts(monkeypatch, tmp_path):
+    monkeypatch.setattr(host, "_PROCESS", tmp_path / "none")
+    assert host.available_memory() > 0

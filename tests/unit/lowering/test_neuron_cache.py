@@ -14,6 +14,7 @@ import pytest
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from lowering.neuron import neff, plugin
+from lowering.neuron.compiler import Compiler
 from lowering.neuron.persistent_cache import (
     analysis,
     completion,
@@ -23,7 +24,11 @@ from lowering.neuron.persistent_cache import (
     locks,
     report,
 )
-from lowering.neuron.persistent_cache.compilation import EntryOutcome
+from lowering.neuron.persistent_cache.compilation import (
+    CompileOptions,
+    EntryOutcome,
+    compile_entries,
+)
 from lowering.neuron.persistent_cache.failures import CompileFailure, classify
 from lowering.neuron.persistent_cache.finishing import FinishReport
 
@@ -373,3 +378,45 @@ def test_without_the_plugin_the_error_says_what_to_install():
 def test_every_kind_of_failure_is_read_back():
     for kind in ("killed", "timed out", "not stored"):
         assert failures.parse_failure(f"{kind}: a: b") == CompileFailure(kind, "a: b")
+
+
+def lock_of(directory: Path) -> Path:
+    return directory / "model.hlo_module.pb.lock"
+
+
+def test_an_observer_that_fails_leaves_neither_a_compiler_nor_a_lock(entry, tmp_path, monkeypatch):
+    """As a progress line on a full disk or a closed pipe; the compiler runs by then."""
+    monkeypatch.setattr(completion, "decompress_program", lambda program, scratch: program)
+    directory = entry(ALL)
+    released = []
+    release = locks.HeldLock.release
+    monkeypatch.setattr(
+        locks.HeldLock, "release", lambda lock: (released.append(lock), release(lock))
+    )
+
+    def fail(name: str, stage: str) -> None:
+        assert lock_of(directory).exists()
+        raise OSError(errno.EPIPE, "closed")
+
+    compiler = Compiler(("sleep", "60"), "2.21")
+    unfinished = [entries.read(directory, judge=None)]
+    with pytest.raises(OSError, match="closed"):
+        compile_entries(unfinished, tmp_path, compiler, CompileOptions(jobs=1), fail)
+    assert len(released) == 1 and not lock_of(directory).exists()
+
+
+def test_a_compiler_that_does_not_start_leaves_no_open_log(entry, tmp_path, monkeypatch):
+    monkeypatch.setattr(completion, "decompress_program", lambda program, scratch: program)
+    directory, open_logs = entry(ALL), []
+
+    def refuse(*arguments, stdout, **options):
+        open_logs.append(stdout)
+        raise OSError(errno.EAGAIN, "too many processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    unfinished = [entries.read(directory, judge=None)]
+    (outcome,) = compile_entries(
+        unfinished, tmp_path, Compiler(("sleep",), "2.21"), CompileOptions()
+    )
+    assert outcome.failure.kind == "not started" and [log.closed for log in open_logs] == [True]
+    assert not lock_of(directory).exists()
