@@ -145,7 +145,7 @@ def _job(config: Path, target: str | None, overrides: Sequence[str], cache: Path
     from graphtrain.launch.job import make_job
 
     settings = load_config(config, overrides, target)
-    return make_job(settings, arguments(config, target, overrides, cache), workers)
+    return make_job(settings, arguments(config, target, overrides, cache), cache, workers)
 
 
 def _parse_name_value(text: str) -> tuple[str, str]:

@@ -18,6 +18,7 @@ class Job:
     name: str
     job_directory: Path  # for scripts, logs and job ids
     arguments: tuple[str, ...]  # CONFIG and its options, the same for compile and run
+    cache: Path  # directory of compiled programs
     hosts: int
     gpus_per_host: int  # GPUs per host; 0 for CPUs and TPUs
     workers: int  # compile jobs that share the cache
@@ -27,7 +28,7 @@ class Job:
         return [python, "-m", "graphtrain", verb, *self.arguments, *more]
 
 
-def make_job(config: Config, arguments: Sequence[str], workers: int) -> Job:
+def make_job(config: Config, arguments: Sequence[str], cache: Path, workers: int) -> Job:
     """Return the job for a run.
 
     Raises:
@@ -44,6 +45,7 @@ def make_job(config: Config, arguments: Sequence[str], workers: int) -> Job:
         name=directory.name or "run",
         job_directory=directory / "launch",
         arguments=tuple(arguments),
+        cache=cache,
         hosts=target.processes,
         gpus_per_host=target.devices // target.processes if target.is_gpu else 0,
         workers=workers,

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from graphtrain.cache.authentication import TRUSTED_CACHES
 from graphtrain.launch.job import Job
 
 _PORT = 8476
@@ -38,7 +39,7 @@ def job_set(job: Job, *, image: str, claim: str, namespace: str | None = None) -
     run_spec = _pods(job, "run", image, claim, count=job.hosts)
     container = run_spec["template"]["spec"]["containers"][0]
     if job.hosts > 1:
-        container["env"] = env
+        container["env"] += env
         container["ports"] = [{"containerPort": _PORT}]
     if job.gpus_per_host:
         container["resources"] = {"limits": {"nvidia.com/gpu": job.gpus_per_host}}
@@ -71,6 +72,8 @@ def _pods(job: Job, verb: str, image: str, claim: str, *, count: int) -> dict[st
         "name": "graphtrain",
         "image": image,
         "command": job.command("python", verb),
+        # A pod has no home, and so no secret that would prove who compiled a program.
+        "env": [{"name": TRUSTED_CACHES, "value": str(working_directory / job.cache)}],
         "workingDir": str(working_directory),
         "volumeMounts": [{"name": "shared", "mountPath": str(working_directory)}],
     }

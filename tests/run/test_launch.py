@@ -187,5 +187,6 @@ def test_a_job_set_runs_one_pod_a_host_once_the_programs_are_there(place: Place)
     told = {one["name"]: one.get("value") for one in container["env"]}
     assert told["GRAPHTRAIN_COORDINATOR"] == "run-run-0-0.run:8476"
     assert told["GRAPHTRAIN_PROCESSES"] == "2"
+    assert told["GRAPHTRAIN_TRUSTED_CACHES"] == str(place.cache)  # pods share no secret
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     assert container["command"][:5] == ["python", "-m", "graphtrain", "run", "config.toml"]
