@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphtrain.cache.layout import StorePaths, validate_digest
+from graphtrain.cache.programs import UnusableEntry, read_bytes
 from graphtrain.cache.writing import temporary_directory, write_errors, write_file
+from graphtrain.errors import CacheError
 
 _REASON = "failure.json"
+_MAX_REASON_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,9 @@ def read_failure(layout: StorePaths, digest: str, name: str) -> StoredFailure | 
     """Return the stored deterministic failure of a request, or None."""
     directory = layout.failures / directory_name(name, digest)
     try:
-        reason = json.loads((directory / _REASON).read_bytes())
+        reason = json.loads(read_bytes(directory / _REASON, _MAX_REASON_BYTES))
         return StoredFailure(str(reason["error"]), str(reason["kind"]), directory)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UnusableEntry, CacheError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

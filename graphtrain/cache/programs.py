@@ -8,8 +8,9 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from graphtrain.cache.authentication import EntryAuthenticator
 from graphtrain.cache.key import CacheKey, to_json_types
@@ -189,7 +190,7 @@ def read_bytes(path: Path | str, limit: int = MAX_JSON_BYTES) -> bytes:
 
 
 @contextmanager
-def open_regular(path: Path | str) -> Iterator[IO[bytes]]:
+def open_regular(path: Path | str) -> Iterator[FileIO]:
     """Open a file of the cache for reading; a named pipe, at which open would wait, is refused.
 
     Raises:
@@ -286,7 +287,7 @@ def _read_code(directory: Path) -> str:
 
 
 @contextmanager
-def _open_payload(directory: Path, body: dict[str, Any]) -> Iterator[IO[bytes]]:
+def _open_payload(directory: Path, body: dict[str, Any]) -> Iterator[FileIO]:
     """Open the payload after comparing its size with the record.
 
     Raises:

@@ -14,6 +14,7 @@ def test_a_run_takes_its_programs_from_s3_that_fails_half_of_the_requests(
     cold = replace(place, cache=tmp_path / "cold")
     (tmp_path / "team").mkdir()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("GRAPHTRAIN_TRUSTED_CACHES", str(place.cache))  # another user compiled it
     place.command("cache", "key", "new")
     with s3_server(tmp_path) as server, failing(server) as network:
         for name, value in credentials(network.url).items():

@@ -291,6 +291,18 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_record_of_a_failure_is_none(tmp_path, kind):
+    cache = Cache(tmp_path / "cache")
+    directory = cache.store_failure(REQUEST, "train", "", "", {"error": "too large", "kind": "x"})
+    assert cache.stored_failure(REQUEST, "train").error == "too large"
+    (directory / "failure.json").write_bytes(HOSTILE[kind])
+    assert cache.stored_failure(REQUEST, "train") is None
+    (directory / "failure.json").unlink()
+    os.mkfifo(directory / "failure.json")
+    assert cache.stored_failure(REQUEST, "train") is None
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("trusted", [False, True])
 def test_hostile_json_is_damage_whoever_is_trusted(of_alice, monkeypatch, kind, trusted):
     if trusted:
