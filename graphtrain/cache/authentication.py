@@ -29,7 +29,7 @@ class EntryAuthenticator:
 
     @cached_property
     def trusts_directory(self) -> bool:
-        """Whether the user has named this cache as trusted, so that foreign entries are loaded."""
+        """True if the user has named this cache as trusted, so that foreign entries are loaded."""
         return os.path.realpath(self._root) in trusted_caches()
 
     @cached_property
