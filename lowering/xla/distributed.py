@@ -23,6 +23,7 @@ _EXCHANGE_TIMEOUT = 600  # timeout in seconds for the slowest process to reach a
 _HEARTBEAT_TIMEOUT = 60  # seconds without a heartbeat after which a process is considered dead
 _ERROR_EXIT_TIMEOUT = 5  # seconds that rank 0 waits for the other ranks when all end with an error
 _SHUTDOWN_TIMEOUT = 120  # seconds that the first process to shut down waits for the last
+_MAX_LISTED_RANKS = 20  # ranks that a message lists
 _SLICE_PORT = 8476  # of the coordinator on the first host of a TPU slice
 _SINGLE_PROCESS = SimpleNamespace(
     process_id=0, num_processes=1, client=None, coordinator_address=None,
@@ -149,23 +150,40 @@ def first_host() -> str:
 def all_gather_text(word: str) -> list[str]:
     """Send `word` to all processes; return the words of all, by rank. All processes synchronize.
 
+    Each process makes a constant number of calls, however many processes there are.
+
     Raises:
         LoweringError: a process did not reach this exchange in time.
     """
     if count() == 1:
         return [word]
-    client, name = _state().client, f"graphtrain/{next(_rounds)}"
-    client.key_value_set(f"{name}/{rank()}", word)
+    client, number = _state().client, next(_rounds)
+    directory = f"graphtrain/words/{number}/"
+    client.key_value_set(f"{directory}{rank()}", word)
     try:
-        return [
-            client.blocking_key_value_get(f"{name}/{peer}", _EXCHANGE_TIMEOUT * 1000)
-            for peer in range(count())
-        ]
+        client.wait_at_barrier(directory, _EXCHANGE_TIMEOUT * 1000)
+        words = dict(client.key_value_dir_get(directory))
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
         raise LoweringError(
-            f"rank {rank()} timed out waiting for the other ranks: {first}"
+            f"rank {rank()} timed out waiting for {_missing(client, directory)}: {first}"
         ) from None
+    if rank() == 0 and number:  # all have read the words of the exchange before this one
+        client.key_value_delete(f"graphtrain/words/{number - 1}/")
+    return [words[f"{directory}{peer}"] for peer in range(count())]
+
+
+def _missing(client: Any, directory: str) -> str:
+    """Name the ranks that have not sent a word; "the other ranks" if the service does not say."""
+    sent = set()
+    with contextlib.suppress(RuntimeError):
+        sent = {key.rpartition("/")[2] for key, _ in client.key_value_dir_get(directory)}
+    missing = [str(peer) for peer in range(count()) if str(peer) not in sent]
+    if not sent or not missing:
+        return "the other ranks"
+    listed = ", ".join(missing[:_MAX_LISTED_RANKS])
+    omitted = len(missing) - _MAX_LISTED_RANKS
+    return f"rank {listed}{f' and {omitted} more' if omitted > 0 else ''}"
 
 
 def is_stop_agreed(step: int) -> bool:

@@ -88,6 +88,13 @@ assert hasattr(state, "coordinator_address") and hasattr(state, "preemption_sync
 state.service, state.client, state.process_id, state.num_processes = service, clients[0], 0, 2
 clients[0].key_value_set("a", "b")
 assert clients[1].blocking_key_value_get("a", 1000) == "b"
+for rank in (0, 1):
+    clients[rank].key_value_set(f"words/1/{rank}", str(rank))
+waiting = threading.Thread(target=lambda: clients[1].wait_at_barrier("words/1/", 60000))
+waiting.start(); clients[0].wait_at_barrier("words/1/", 60000); waiting.join()
+assert sorted(clients[1].key_value_dir_get("words/1/")) == [("words/1/0", "0"), ("words/1/1", "1")]
+clients[0].key_value_delete("words/1/")
+assert clients[1].key_value_dir_get("words/1/") == []
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 3)
 print([device.process_index for device in jax.devices("cpu")], flush=True)
