@@ -170,24 +170,72 @@ def best_fit(sizes: np.ndarray, length: int) -> np.ndarray:
     Source: Ding et al. 2024, "Fewer truncations improve language modeling", algorithm 1,
     https://arxiv.org/abs/2404.10830
     """
+    order = np.argsort(-sizes, kind="stable")
+    rows_in_order = np.zeros(len(sizes), np.int64)
+    started = _StartedRows(length)
+    distinct_sizes, counts = np.unique(sizes, return_counts=True)
+    first = 0
+    for size, count in zip(distinct_sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        last = first + count
+        while first < last:
+            rows = started.place(size, last - first)
+            rows_in_order[first : first + len(rows)] = rows
+            first += len(rows)
     row_of = np.zeros(len(sizes), np.int64)
-    free_sizes: list[int] = []  # distinct free positions of started rows, ascending
-    rows: dict[int, list[int]] = {}  # started rows by their free positions
-    count = 0
-    for document in np.argsort(-sizes, kind="stable").tolist():
-        size = int(sizes[document])
-        index = bisect_left(free_sizes, size)
-        if index == len(free_sizes):
-            free, row, count = length, count, count + 1
-        else:
-            free = free_sizes[index]
-            row = rows[free].pop()
-            if not rows[free]:
-                del rows[free], free_sizes[index]
-        row_of[document] = row
-        if (remaining := free - size) > 0:
-            if remaining not in rows:
-                rows[remaining] = []
-                insort(free_sizes, remaining)
-            rows[remaining].append(row)
+    row_of[order] = rows_in_order
     return row_of
+
+
+class _StartedRows:
+    """Rows of best-fit packing by their free positions; the last row added is taken first."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._free_sizes: list[int] = []  # distinct free positions, ascending
+        self._rows: dict[int, list[int]] = {}
+        self._count = 0
+
+    def place(self, size: int, count: int) -> np.ndarray:
+        """Place up to `count` documents of one size into rows with equally many free positions.
+
+        A row takes as many of them as fit, because after each it is still the row in which the
+        next one leaves the least space.
+
+        Returns:
+            The row of each placed document; at least one is placed.
+        """
+        index = bisect_left(self._free_sizes, size)
+        is_new = index == len(self._free_sizes)
+        free = self._length if is_new else self._free_sizes[index]
+        per_row = free // size
+        needed = -(-count // per_row)
+        rows = self._start(needed) if is_new else self._take(index, needed)
+        placed = min(count, per_row * len(rows))
+        in_last_row = placed - per_row * (len(rows) - 1)
+        self._add(free - per_row * size, rows[:-1])
+        self._add(free - in_last_row * size, rows[-1:])
+        return np.repeat(rows, per_row)[:placed]
+
+    def _start(self, count: int) -> list[int]:
+        """Return the numbers of new rows."""
+        rows = list(range(self._count, self._count + count))
+        self._count += count
+        return rows
+
+    def _take(self, index: int, count: int) -> list[int]:
+        """Remove up to `count` rows with the free positions at an index, and return them."""
+        free = self._free_sizes[index]
+        stored = self._rows[free]
+        taken = stored[-count:][::-1]
+        del stored[-count:]
+        if not stored:
+            del self._rows[free], self._free_sizes[index]
+        return taken
+
+    def _add(self, free: int, rows: list[int]) -> None:
+        if not free or not rows:
+            return
+        if free not in self._rows:
+            self._rows[free] = []
+            insort(self._free_sizes, free)
+        self._rows[free].extend(rows)

@@ -9,6 +9,14 @@ def test_a_permutation_has_every_number_once_and_depends_on_every_salt():
     assert len({order.tobytes() for order in orders}) == 9
 
 
+def test_a_permutation_does_not_depend_on_how_it_is_sorted():
+    """No two hashes are equal, so orders are those of earlier versions, which sorted stably."""
+    hashes = hash_indices(np.arange(100_000), 3, 1)
+    expected = np.argsort(hashes, kind="stable")
+    assert len(np.unique(hashes)) == len(hashes)
+    assert (permutation(100_000, 3, 1) == expected).all()
+
+
 def test_a_hash_without_salt_is_the_first_output_of_splitmix64():
     """Source: `new java.util.SplittableRandom(0).nextLong()`."""
     assert hash_indices(np.arange(1)).tolist() == [0xE220A8397B1DCDAF]
