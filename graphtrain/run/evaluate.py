@@ -15,10 +15,12 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config, Data, Program, Run
 from graphtrain.data.batches.blend import blend_counts
 from graphtrain.data.batches.loader import evaluation_batches
-from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.dataset import WHOLE_INDEX, IndexedDataset, IndexShare
 from graphtrain.data.indexed.description import read_description
 from graphtrain.errors import DataError, TrainingError
 from graphtrain.models.lora.trainable import has_frozen_weights
+from graphtrain.run.agreement import on_all_ranks
+from graphtrain.run.batch_placement import BatchPlacement, index_share
 from graphtrain.run.bigram_baseline import Bigram
 from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.run.programs import LoadedPrograms
@@ -38,16 +40,17 @@ def validation_loss(
         evaluate: The loaded evaluation step.
         weights: On the devices, sharded as the step requires: the trained parameters, then the
             frozen weights if there are any.
-        batches: Batches of the step's shape.
+        batches: Batches of the step's shape; of each, the rows that `BatchPlacement` of the step
+            names.
         target: The machine.
 
     Raises:
         DataError: the loss mask of every batch is empty.
     """
-    put, described = lowering.backend(target).to_devices, evaluate.inputs("batch")
+    placement = BatchPlacement(evaluate.inputs("batch"), target)
     losses, targets = [], []
     for batch in batches:
-        metrics = evaluate(*weights, put(batch, described))["metrics"]
+        metrics = evaluate(*weights, placement.to_devices(batch))["metrics"]
         losses.append(float(metrics["loss_sum"]))
         targets.append(float(metrics["targets"]))
     if not any(targets):
@@ -80,12 +83,26 @@ def _empty_loss_mask_error() -> DataError:
 
 
 def validation_batches(
-    data: Data, program: Program, vocab: int, limit: int | None
+    data: Data,
+    program: Program,
+    vocab: int,
+    limit: int | None,
+    *,
+    rows: np.ndarray | None = None,
+    share: IndexShare = WHOLE_INDEX,
 ) -> Iterable[dict[str, np.ndarray]]:
     """Return the validation set in its stored order, in batches of the evaluation step's shape.
 
+    Args:
+        data: Settings of the data.
+        program: Settings of the program.
+        vocab: Vocabulary size against which token ids are checked.
+        limit: Maximum number of batches. None: all.
+        rows: Rows of each batch to read, ascending. None: all.
+        share: Part of the index that this process checks.
+
     Raises:
-        DataError: there is no validation set.
+        DataError: there is no validation set, or it cannot be used.
     """
     if data.validation is None:
         raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
@@ -99,6 +116,8 @@ def validation_batches(
         packing=data.packing,
         overlong=data.overlong,
         pairs=program.loss.kind == "dpo",
+        rows=rows,
+        index_share=share,
     )
     return islice(batches, limit)
 
@@ -144,7 +163,17 @@ def checkpoint_loss(
         weights = (parameters,)
         if initial_weights is not None and has_frozen_weights(program.settings):
             weights = parameters, initial_weights.frozen(evaluate.inputs("frozen"))
-        batches = validation_batches(run.data, program.settings, program.model.vocab, None)
+        rows = BatchPlacement(evaluate.inputs("batch"), program.target).rows
+        batches = on_all_ranks(
+            lambda: validation_batches(
+                run.data,
+                program.settings,
+                program.model.vocab,
+                None,
+                rows=rows,
+                share=index_share(),
+            )
+        )
         loss = validation_loss(evaluate, weights, batches, program.target)
     return {"step": step, "validation_loss": loss, "perplexity": perplexity(loss)}
 

@@ -24,6 +24,7 @@ from graphtrain.files import atomic_write, write_errors
 from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.run.agreement import check_same_checkpoints, check_same_executables, on_all_ranks
+from graphtrain.run.batch_placement import BatchPlacement, index_share
 from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.run.learning_rate import learning_rate
@@ -102,7 +103,8 @@ def train(
             state = restored.state
         else:
             state = _init_state(programs, run.seed)
-        loader = _open_data(run, program.settings, stack)  # while the devices compute init
+        placement = BatchPlacement(programs["train"].inputs("batch"), program.target)
+        loader = _open_data(run, program.settings, placement, stack)  # while init is computed
         if not saved and initial_weights is not None:
             state = _load_initial_weights(initial_weights, programs, state)
         step = programs["train"]
@@ -123,7 +125,7 @@ def train(
             else _discard_journal
         )
         loop = TrainingLoop(
-            program, run, programs, frozen, loader, checkpoints, open_journal, start
+            program, run, programs, frozen, loader, placement, checkpoints, open_journal, start
         )
         startup.resume_garbage_collection()
         return loop.run_steps(state, stop)
@@ -204,7 +206,7 @@ def _discard_journal() -> Report:
     return lambda record: None
 
 
-def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
+def _open_data(run: Run, program: Program, placement: BatchPlacement, stack: ExitStack) -> Any:
     """Check the validation set, then return the training data loader, which `stack` closes."""
 
     def open_loader() -> Any:
@@ -213,7 +215,9 @@ def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
         if run.data.validation is not None:
             from graphtrain.run.evaluate import check_validation
 
-            check_validation(_validation(run, program), program)
+            batches = _validation(run, program)  # opens it on every rank
+            if distributed.rank() == 0:
+                check_validation(batches, program)
         return Loader(
             run.data.train,
             global_batch_size=program.batch.global_batch_size,
@@ -224,6 +228,8 @@ def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
             packing=run.data.packing,
             overlong=run.data.overlong,
             pairs=program.loss.kind == "dpo",
+            rows=placement.rows,
+            index_share=index_share(),
         )
 
     loader = on_all_ranks(open_loader)
@@ -231,10 +237,14 @@ def _open_data(run: Run, program: Program, stack: ExitStack) -> Any:
     return loader
 
 
-def _validation(run: Run, program: Program) -> Iterable[dict[str, np.ndarray]]:
+def _validation(
+    run: Run, program: Program, rows: np.ndarray | None = None
+) -> Iterable[dict[str, np.ndarray]]:
     from graphtrain.run.evaluate import validation_batches
 
-    return validation_batches(run.data, program, program.model.vocab, run.evaluate_batches)
+    return validation_batches(
+        run.data, program, program.model.vocab, run.evaluate_batches, rows=rows, share=index_share()
+    )
 
 
 def _record_measurements(
@@ -276,6 +286,7 @@ class TrainingLoop:
     programs: LoadedPrograms
     frozen: tuple[Tree, ...]  # one tree of weights without gradients, or empty
     loader: Any
+    placement: BatchPlacement
     checkpoints: Checkpoints
     open_journal: Callable[[], Report]
     start: int
@@ -295,13 +306,12 @@ class TrainingLoop:
     def run_steps(self, state: Tree, stop: StopRequest) -> RunSummary:
         """Run the steps from the first to run.steps, with evaluations and checkpoints."""
         run, target = self.run, self.program.target
-        put = lowering.backend(target).to_devices
-        step, batches = self.programs["train"], self.programs["train"].inputs("batch")
+        step = self.programs["train"]
         validation, completed_steps = None, self.start
         for index in range(self.start, run.steps):
             rate = learning_rate(run.learning_rate, run.steps, index)
             batch, waited = self._next_batch()
-            outputs = step(state, *self.frozen, put(batch, batches), np.float32(rate))
+            outputs = step(state, *self.frozen, self.placement.to_devices(batch), np.float32(rate))
             state, completed_steps = outputs["state"], index + 1
             if index == self.start:
                 self._write = self.open_journal()  # while the step computes
@@ -323,14 +333,10 @@ class TrainingLoop:
         stopped = stop.signal.name if stop.signal and completed_steps < run.steps else None
         return RunSummary(completed_steps, self.start or None, validation, stopped)
 
-    def _next_batch(self) -> tuple[Tree, float]:
-        """Return the next batch, split into microbatches, and the seconds waited for it."""
+    def _next_batch(self) -> tuple[dict[str, np.ndarray], float]:
+        """Return this process's rows of the next batch, and the seconds waited for them."""
         start_time = time.perf_counter()
-        batch, count = next(self.loader), self.program.batch.microbatches
-        waited = time.perf_counter() - start_time
-        return {
-            name: array.reshape(count, -1, array.shape[-1]) for name, array in batch.items()
-        }, waited
+        return next(self.loader), time.perf_counter() - start_time
 
     def _finish_pending_step(self) -> None:
         """Wait for the metrics of the last started step, check that they are finite, write them.
@@ -396,8 +402,9 @@ class TrainingLoop:
         from graphtrain.run.evaluate import validation_loss
 
         self._finish_pending_step()
-        batches = _validation(run, self.program.settings)
         evaluate = self.programs["evaluate"]
+        rows = BatchPlacement(evaluate.inputs("batch"), self.program.target).rows
+        batches = on_all_ranks(lambda: _validation(run, self.program.settings, rows))
         weights = state["parameters"], *self.frozen
         loss = validation_loss(evaluate, weights, batches, self.program.target)
         self._write({"step": completed_steps, "validation_loss": loss})

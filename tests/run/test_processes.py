@@ -8,8 +8,11 @@ import subprocess
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from places import CUBE, Place
+
+from graphtrain.data.indexed.writer import IndexedWriter
 
 TWO = ["--target", "cpu:2x4", *CUBE[2:]]
 STOPPED = 128 + signal.SIGTERM
@@ -129,3 +132,17 @@ def test_another_number_of_processes_is_refused(place: Place):
     )
     _, err = place.command("run", "config.toml", *TWO, "--rank", "0", status=2)
     assert "a distributed run also requires coordinator, processes" in err
+
+
+def test_a_token_outside_the_vocabulary_is_reported_by_the_rank_that_reads_it_and_ends_both(
+    place: Place, compiled_for_two
+):
+    documents = [np.full(32, 7) for _ in range(128)]
+    documents[50][16] = 300  # the vocabulary of the model has 264
+    with IndexedWriter(place.path / "odd", 400) as writer:
+        for document in documents:
+            writer.append(document)
+    statuses, told = ended(ranks(place, "--set", "run.data.train=odd"))
+    named = ["document 50 contains token 300, which is outside" in one for one in told]
+    assert sorted(named) == [False, True], told
+    assert statuses[named.index(True)] == 2 and 0 not in statuses, told

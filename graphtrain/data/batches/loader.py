@@ -10,6 +10,7 @@ from graphtrain.data.batches.blend import Blend, WeightedDataset, blend_counts
 from graphtrain.data.batches.concat_packing import Batch
 from graphtrain.data.batches.document_packing import Overlong
 from graphtrain.data.batches.rows import Packing, PackingSettings
+from graphtrain.data.indexed.dataset import WHOLE_INDEX, IndexShare
 from graphtrain.errors import DataError
 from lowering.machine import startup
 
@@ -18,14 +19,31 @@ _PREFETCH_BATCHES = 4  # prefetched batches held in memory
 _MAX_LISTED_DOCUMENTS = 20  # documents per dataset that a message lists
 
 
+class _RowSelection:
+    """Some rows of a batch: the samples that contain them, and their positions in these samples."""
+
+    def __init__(self, rows: np.ndarray | None, count: int, rows_per_sample: int) -> None:
+        """Select `rows`, ascending, of a batch of `count` rows; None: all."""
+        rows = np.arange(count) if rows is None else rows
+        self.samples = np.unique(rows // rows_per_sample)
+        read = self.samples[:, None] * rows_per_sample + np.arange(rows_per_sample)
+        self._positions = np.searchsorted(read.reshape(-1), rows)
+        self._is_whole = read.size == len(rows)
+
+    def of(self, batch: Batch) -> Batch:
+        """Return the selected rows of a batch that consists of `samples`."""
+        if self._is_whole:
+            return batch
+        return {name: array[self._positions] for name, array in batch.items()}
+
+
 class Loader:
     """Infinite iterator of training batches, each a function of the data, the seed and the step.
 
-    The global batches do not depend on the number of data-parallel ranks: rank r of n yields rows
-    r * sequences / n up to (r + 1) * sequences / n of each. In every epoch of a dataset, the order
+    The global batches do not depend on which of their rows a loader reads: the loaders of several
+    processes read different rows of the same batches. In every epoch of a dataset, the order
     of the documents and then the order of the sequences made from them are shuffled again. With
-    preference pairs, rows 2i and 2i + 1 are the chosen and the rejected answer of one pair, on
-    every rank.
+    preference pairs, rows 2i and 2i + 1 are the chosen and the rejected answer of one pair.
 
     Args:
         data: Path prefix of a dataset, or the parts of a blend.
@@ -39,14 +57,12 @@ class Loader:
         packing: How documents become sequences. None: the default of `PackingSettings`.
         overlong: What to do with a document longer than a sequence, where documents are not cut.
         pairs: Require (True) or refuse (False) preference pairs. None: accept both.
-        rank: Data-parallel rank whose rows this loader yields.
-        ranks: Number of data-parallel ranks.
+        rows: Rows of the global batch to read and to yield, ascending. None: all.
+        index_share: Part of the index of each dataset that this process checks.
         start_step: Step of the first batch.
 
     Raises:
         DataError: a dataset cannot be used, or a token id is outside the vocabulary.
-        ValueError: ranks does not divide the sequences or the pairs of a batch, or rank is not
-            below ranks.
     """
 
     def __init__(
@@ -61,28 +77,24 @@ class Loader:
         packing: Packing | None = None,
         overlong: Overlong = "error",
         pairs: bool | None = None,
-        rank: int = 0,
-        ranks: int = 1,
+        rows: np.ndarray | None = None,
+        index_share: IndexShare = WHOLE_INDEX,
         start_step: int = 0,
     ) -> None:
-        if global_batch_size % ranks or not 0 <= rank < ranks:
-            raise ValueError(
-                f"rank = {rank}, ranks = {ranks}, batch size = {global_batch_size}: rank must "
-                "be from 0 to ranks - 1, and ranks must divide the batch size"
-            )
         is_single = isinstance(data, str | Path)
         prefixes = [data] if is_single else [weighted.dataset for weighted in data]
-        rows = PackingSettings(
+        settings = PackingSettings(
             length=seq_len,
             vocab=vocab,
             isolate_documents=isolate_documents,
             packing=packing,
             overlong=overlong,
+            index_share=index_share,
             preference_pairs=pairs,
         )
-        self._packings = [rows.open(prefix, seed) for prefix in prefixes]
+        self._packings = [settings.open(prefix, seed) for prefix in prefixes]
         datasets = [packing.dataset for packing in self._packings]
-        samples_per_batch = _samples_per_batch(self._packings, global_batch_size)
+        self._samples_per_batch = _samples_per_batch(self._packings, global_batch_size)
         self._stream_identity: dict[str, Any] = {
             "seed": seed,
             "global_batch_size": global_batch_size,
@@ -95,27 +107,19 @@ class Loader:
             self._stream_identity["packing"] = packed
         counts = [len(packing) for packing in self._packings]
         if is_single:
-            samples = _shuffled_stream(counts[0], seed)
+            self._samples = _shuffled_stream(counts[0], seed)
         else:
             blend = Blend(blend_counts(data, counts))
             # The state detects changed sizes or shares; the paths of the datasets may change.
             self._stream_identity["blend"] = [blend.counts.tolist(), counts]
-            samples = _blended_stream(blend, counts, seed)
-        if samples_per_batch % ranks:
-            raise ValueError(
-                f"ranks = {ranks} does not divide the {samples_per_batch} preference pairs "
-                "of a batch"
-            )
-        # (samples_per_batch, 2): index of the dataset, index of the sequence in it. Grain's
-        # `batch(1)` overflows (0.2.18), hence the map.
-        unbatched = samples.map(lambda sample: sample[None])
-        self._sample_indices = (
-            unbatched if samples_per_batch == 1 else samples.batch(samples_per_batch)
+            self._samples = _blended_stream(blend, counts, seed)
+        selection = _RowSelection(rows, global_batch_size, self._packings[0].rows_per_index)
+        self._batches = (
+            _grain()
+            .MapDataset.range(1)
+            .repeat()
+            .map_with_index(lambda step, _: self._batch(step, selection))
         )
-        rank_slice = slice(
-            rank * samples_per_batch // ranks, (rank + 1) * samples_per_batch // ranks
-        )
-        self._batches = self._sample_indices.map(lambda samples: self._batch(samples[rank_slice]))
         self._start(start_step)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -151,7 +155,7 @@ class Loader:
     def documents(self, step: int) -> dict[str, np.ndarray]:
         """Return the document indices in the global batch of a step, ascending, by dataset."""
         documents_by_prefix: dict[str, list[np.ndarray]] = {}
-        for owner, index in self._sample_indices[step]:
+        for owner, index in self._samples_of(step, range(self._samples_per_batch)):
             packing = self._packings[owner]
             documents_by_prefix.setdefault(packing.dataset.prefix, []).append(
                 packing.documents(int(index))
@@ -176,12 +180,18 @@ class Loader:
         """Stop prefetching."""
         self._iterator.close()
 
-    def _batch(self, samples: np.ndarray) -> Batch:
-        """Return the rows at (dataset, sequence) index pairs, in the order of `samples`."""
+    def _samples_of(self, step: int, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return (dataset, sequence) index pairs of some samples of the batch of a step."""
+        first = step * self._samples_per_batch
+        return np.stack([self._samples[first + int(number)] for number in numbers])
+
+    def _batch(self, step: int, selection: _RowSelection) -> Batch:
+        """Return the selected rows of the batch of a step; no other sample is read."""
+        samples = self._samples_of(step, selection.samples)
         if len(self._packings) == 1:
-            return self._packings[0].batch(samples[:, 1])
+            return selection.of(self._packings[0].batch(samples[:, 1]))
         rows = [self._packings[owner].batch([index]) for owner, index in samples]
-        return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+        return selection.of({name: np.concatenate([row[name] for row in rows]) for name in rows[0]})
 
     def _start(self, step: int) -> None:
         grain = _grain()
@@ -203,8 +213,10 @@ def evaluation_batches(
     packing: Packing | None = None,
     overlong: Overlong = "error",
     pairs: bool | None = None,
+    rows: np.ndarray | None = None,
+    index_share: IndexShare = WHOLE_INDEX,
 ) -> Iterator[Batch]:
-    """Yield the batches of one pass over a dataset, unshuffled.
+    """Return the batches of one pass over a dataset, unshuffled. The dataset is opened at once.
 
     In text, every token but the first is a target once. In conversations, only tokens in the loss
     mask are targets, and rows come in packing order. All batches have the same shape: the last
@@ -216,19 +228,25 @@ def evaluation_batches(
     Raises:
         DataError: the dataset cannot be used, or a token id is outside the vocabulary.
     """
-    rows = PackingSettings(
+    settings = PackingSettings(
         length=seq_len,
         vocab=vocab,
         isolate_documents=isolate_documents,
         packing=packing,
         overlong=overlong,
+        index_share=index_share,
         preference_pairs=pairs,
     )
-    packed = rows.open(prefix)
+    packed = settings.open(prefix)
     samples_per_batch = _samples_per_batch([packed], batch_size)
-    for first in range(0, len(packed), samples_per_batch):
-        last = min(first + samples_per_batch, len(packed))
-        yield packed.batch([*range(first, last), *[-1] * (first + samples_per_batch - last)])
+    selection = _RowSelection(rows, batch_size, packed.rows_per_index)
+
+    def batches() -> Iterator[Batch]:
+        for first in range(0, len(packed), samples_per_batch):
+            samples = first + selection.samples
+            yield selection.of(packed.batch(np.where(samples < len(packed), samples, -1)))
+
+    return batches()
 
 
 def _samples_per_batch(packings: Sequence[Any], sequences: int) -> int:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from graphtrain.data.batches.concat_packing import ConcatPacking
 from graphtrain.data.batches.document_packing import DocumentPacking, Overlong
-from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.dataset import WHOLE_INDEX, IndexedDataset, IndexShare
 from graphtrain.data.indexed.description import read_description
 from graphtrain.data.indexed.loss_spans import LossSpans
 from graphtrain.errors import DataError
@@ -24,6 +24,7 @@ class PackingSettings:
     # None: "concat" for text; for conversations "best_fit" if isolated, else "pad".
     packing: Packing | None = None
     overlong: Overlong = "error"
+    index_share: IndexShare = WHOLE_INDEX  # part of the index that this process checks
     preference_pairs: bool | None = None  # require or refuse preference pairs; None: accept both
 
     def open(self, prefix: str | Path, seed: int | None = None) -> ConcatPacking | DocumentPacking:
@@ -32,8 +33,11 @@ class PackingSettings:
         Raises:
             DataError: the dataset cannot be used, or not with these settings.
         """
-        dataset = IndexedDataset(prefix)
         description = read_description(prefix)
+        # Without a description, Megatron-LM may have written the dataset.
+        dataset = IndexedDataset(
+            prefix, share=self.index_share, one_sequence_each=description is not None
+        )
         conversations = description.conversations if description else None
         pairs = conversations is not None and conversations.pairs
         if self.preference_pairs is not None and pairs != self.preference_pairs:
@@ -61,7 +65,7 @@ class PackingSettings:
         return DocumentPacking(
             dataset,
             self.length,
-            loss_spans=LossSpans(dataset) if conversations else None,
+            loss_spans=LossSpans(dataset, self.index_share) if conversations else None,
             fit=packing == "best_fit",
             overlong=self.overlong,
             pairs=pairs,

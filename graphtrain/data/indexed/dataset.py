@@ -9,6 +9,7 @@ Source: megatron/core/datasets/indexed_dataset.py of https://github.com/NVIDIA/M
 """
 
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -40,17 +41,51 @@ def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
+@dataclass(frozen=True)
+class IndexShare:
+    """Share of an index that one of several processes checks, which all open the same dataset."""
+
+    rank: int = 0
+    processes: int = 1
+
+    def of(self, length: int) -> slice:
+        """Return the part of an array of this length."""
+        return slice(
+            self.rank * length // self.processes, (self.rank + 1) * length // self.processes
+        )
+
+
+WHOLE_INDEX = IndexShare()
+
+
 class IndexedDataset:
     """Memory-mapped dataset on disk, opened without reading its tokens.
 
     Every field of the .idx is checked against the others and against the size of the .bin.
 
+    Of the index, only the lengths are needed. Several processes therefore divide the check of the
+    rest among them, so that a process reads 4 bytes for each document and not 20; they must agree
+    afterwards that none of them has found damage.
+
+    Args:
+        prefix: Path prefix.
+        share: Share of the index to check.
+        one_sequence_each: Require that every document is one sequence, as graphtrain writes them.
+            False: the document boundaries, as Megatron-LM may write them, are read in full.
+
     Raises:
         DataError: a file is missing, empty, truncated, or does not agree with the other.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        share: IndexShare = WHOLE_INDEX,
+        one_sequence_each: bool = False,
+    ) -> None:
         self.prefix = str(prefix)
+        self._share = share
         self._tokens_path, self._index_path = dataset_paths(prefix)
         for path in (self._tokens_path, self._index_path):
             if not path.is_file():
@@ -58,8 +93,12 @@ class IndexedDataset:
         self.dtype, sequences, boundaries = self._read_header()
         sizes, pointers, documents = self._read_index(sequences, boundaries)
         offsets = self._sequence_offsets(sizes, pointers)
-        self._check_documents(documents, sequences)
-        self.document_offsets: np.ndarray = offsets[documents]  # in tokens; (documents + 1,)
+        # In tokens: (documents + 1,).
+        self.document_offsets: np.ndarray = (
+            self._offsets_of_sequences(documents, offsets)
+            if one_sequence_each
+            else self._offsets_of_documents(documents, offsets)
+        )
         if not offsets[-1]:
             raise DataError(f"{self._index_path}: the dataset is empty; prepare it from some text")
         self._check_tokens_length(int(offsets[-1]))
@@ -126,9 +165,10 @@ class IndexedDataset:
             )
         offsets = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
-        mismatched = pointers != offsets[:-1] * self.dtype.itemsize
+        part = self._share.of(len(sizes))
+        mismatched = pointers[part] != offsets[:-1][part] * self.dtype.itemsize
         if mismatched.any():
-            first = int(np.argmax(mismatched))
+            first = part.start + int(np.argmax(mismatched))
             raise DataError(
                 f"{self._index_path}: byte {start + 4 * len(sizes) + 8 * first}: sequence {first} "
                 f"has byte offset {pointers[first]} in the .bin, but the lengths before it add up "
@@ -137,7 +177,19 @@ class IndexedDataset:
             )
         return offsets
 
-    def _check_documents(self, documents: np.ndarray, sequences: int) -> None:
+    def _offsets_of_sequences(self, documents: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Return the offsets of documents that are one sequence each."""
+        part = self._share.of(len(offsets))
+        is_valid = len(documents) == len(offsets) and np.array_equal(
+            documents[part], np.arange(part.start, part.stop)
+        )
+        if not is_valid:
+            raise self._boundaries_error(len(offsets) - 1)
+        return offsets
+
+    def _offsets_of_documents(self, documents: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Return the offsets of documents of any number of sequences."""
+        sequences = len(offsets) - 1
         is_valid = (
             len(documents) > 0
             and documents[0] == 0
@@ -145,11 +197,15 @@ class IndexedDataset:
             and bool((np.diff(documents) >= 0).all())
         )
         if not is_valid:
-            raise DataError(
-                f"{self._index_path}: byte {HEADER.size + 12 * sequences}: the document boundaries "
-                f"do not increase from 0 to {sequences}; the file is damaged, prepare the dataset "
-                "again"
-            )
+            raise self._boundaries_error(sequences)
+        return offsets[documents]
+
+    def _boundaries_error(self, sequences: int) -> DataError:
+        return DataError(
+            f"{self._index_path}: byte {HEADER.size + 12 * sequences}: the document boundaries "
+            f"do not increase from 0 to {sequences}; the file is damaged, prepare the dataset "
+            "again"
+        )
 
     def _check_tokens_length(self, tokens: int) -> None:
         expected = tokens * self.dtype.itemsize

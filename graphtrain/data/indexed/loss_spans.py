@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from graphtrain.data.indexed.dataset import DTYPES, IndexedDataset
+from graphtrain.data.indexed.dataset import DTYPES, WHOLE_INDEX, IndexedDataset, IndexShare
 from graphtrain.data.indexed.writer import NOTHING_WRITTEN, IndexedWriter, WrittenCounts
 from graphtrain.errors import DataError
 
@@ -30,12 +30,18 @@ def loss_spans_writer(prefix: str | Path, keep: WrittenCounts = NOTHING_WRITTEN)
 class LossSpans:
     """Loss mask of a dataset, as spans of tokens.
 
+    Args:
+        dataset: The dataset.
+        share: Share of the index of the loss mask to check.
+
     Raises:
         DataError: the files are missing, damaged, or belong to another dataset.
     """
 
-    def __init__(self, dataset: IndexedDataset) -> None:
-        self._spans = IndexedDataset(loss_spans_prefix(dataset.prefix))
+    def __init__(self, dataset: IndexedDataset, share: IndexShare = WHOLE_INDEX) -> None:
+        self._spans = IndexedDataset(
+            loss_spans_prefix(dataset.prefix), share=share, one_sequence_each=True
+        )
         if len(self._spans) != len(dataset) or self._spans.dtype != SPAN_DTYPE:
             raise DataError(
                 f"{self._spans.prefix}.idx: contains the loss masks of {len(self._spans)} "

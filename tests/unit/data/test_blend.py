@@ -89,8 +89,8 @@ def test_the_stream_does_not_depend_on_the_number_of_ranks(prefixes, ranks):
     parts = blend(prefixes, weight=(5, 2, 1))
     want = take(Loader(parts, **SHAPE), 6).reshape(6, 8, 4)
     got = [
-        take(Loader(parts, **SHAPE, rank=rank, ranks=ranks), 6).reshape(6, -1, 4)
-        for rank in range(ranks)
+        take(Loader(parts, **SHAPE, rows=rows), 6).reshape(6, -1, 4)
+        for rows in np.split(np.arange(8), ranks)
     ]
     np.testing.assert_array_equal(np.concatenate(got, axis=1), want)
 

@@ -1,3 +1,4 @@
+import re
 import struct
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.data.indexed.dataset import IndexedDataset, token_dtype
+from graphtrain.data.indexed.dataset import IndexedDataset, IndexShare, token_dtype
 from graphtrain.data.indexed.writer import IndexedWriter
 from graphtrain.errors import DataError
 
@@ -88,6 +89,40 @@ def test_a_damaged_index_names_the_file_and_the_byte(make_dataset, place, value,
     overwrite(f"{prefix}.idx", place, value)
     with pytest.raises(DataError, match=message):
         IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize(
+    ("place", "finder", "message"),
+    [
+        (HEADER + 16, 0, "byte 50: sequence 0 has byte offset 1 "),
+        (HEADER + 40, 1, "byte 74: sequence 3 has byte offset "),
+        (HEADER + 48, 0, "byte 82: the document boundaries do not increase from 0 to 4"),
+        (HEADER + 80, 1, "byte 82: the document boundaries do not increase from 0 to 4"),
+    ],
+)
+def test_processes_divide_the_check_of_an_index(make_dataset, place, finder, message):
+    prefix = make_dataset(DOCUMENTS, 65001)
+    overwrite(f"{prefix}.idx", place, b"\x01")
+    shares = [IndexShare(rank, 2) for rank in (0, 1)]
+    with pytest.raises(DataError, match=re.escape(message)):
+        IndexedDataset(prefix, share=shares[finder], one_sequence_each=True)
+    other = IndexedDataset(prefix, share=shares[1 - finder], one_sequence_each=True)
+    assert [other.document(i).tolist() for i in range(4)] == DOCUMENTS
+
+
+@given(length=st.integers(0, 30), processes=st.integers(1, 9))
+def test_shares_of_an_index_are_all_of_it(length, processes):
+    items = list(range(length))
+    shares = (items[IndexShare(rank, processes).of(length)] for rank in range(processes))
+    assert [item for share in shares for item in share] == items
+
+
+def test_documents_of_several_sequences_are_refused_where_each_must_be_one(make_dataset):
+    prefix = make_dataset([[1], [2, 3], [4]], 10)
+    overwrite(f"{prefix}.idx", HEADER + 3 * 12 + 8, struct.pack("<q", 2))
+    assert len(IndexedDataset(prefix)) == 3
+    with pytest.raises(DataError, match="the document boundaries do not increase"):
+        IndexedDataset(prefix, one_sequence_each=True)
 
 
 @given(place=st.integers(0, HEADER - 1), bit=st.integers(0, 7))

@@ -42,25 +42,52 @@ def test_batches_have_the_shapes_and_dtypes_of_the_step(prefix):
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_the_stream_does_not_depend_on_the_number_of_ranks(prefix, ranks):
+@pytest.mark.parametrize("rows", [range(4), [6, 7], [1], [0, 3, 4, 7]])
+def test_some_rows_are_those_of_the_whole_batch(prefix, rows):
     want = take(Loader(prefix, **SHAPE), 12)
-    parts = [take(Loader(prefix, **SHAPE, rank=rank, ranks=ranks), 12) for rank in range(ranks)]
-    assert_equal({n: np.concatenate([p[n] for p in parts], axis=1) for n in want}, want)
+    got = take(Loader(prefix, **SHAPE, rows=np.array(rows)), 12)
+    assert_equal(got, {name: array[:, np.array(rows)] for name, array in want.items()})
 
 
-@given(step=st.integers(0, 25), ranks=st.sampled_from([1, 2, 4]))
+def test_only_the_sequences_of_its_rows_are_read(prefix, monkeypatch):
+    read, slices_of = set(), ConcatPacking._document_slices
+
+    def noted(packing, index):
+        read.add(index)
+        return slices_of(packing, index)
+
+    monkeypatch.setattr(ConcatPacking, "_document_slices", noted)
+    loader = Loader(prefix, **SHAPE, rows=np.array([2, 5]))
+    for _ in range(3):
+        next(loader)
+    loader.close()
+    own = [{int(index) for _, index in loader._samples_of(step, [2, 5])} for step in range(30)]
+    assert set().union(*own[:3]) <= read <= set().union(*own)
+
+
+@given(rows=st.sets(st.integers(0, 4), min_size=1), sequences=st.integers(1, 40))
+@settings(max_examples=20, deadline=None)
+def test_evaluation_of_some_rows_has_the_rows_of_the_whole_batches(make_dataset, rows, sequences):
+    prefix = make_dataset([list(range(sequences * 3))], 200)
+    chosen = np.array(sorted(rows))
+    whole = list(evaluation_batches(prefix, batch_size=5, seq_len=4))
+    some = list(evaluation_batches(prefix, batch_size=5, seq_len=4, rows=chosen))
+    for got, want in zip(some, whole, strict=True):
+        assert_equal(got, {name: array[chosen] for name, array in want.items()})
+
+
+@given(step=st.integers(0, 25), rows=st.sets(st.integers(0, 7), min_size=1))
 @settings(max_examples=8, deadline=None)
-def test_a_restored_loader_continues_exactly(prefix, step, ranks):
+def test_a_restored_loader_continues_exactly(prefix, step, rows):
     first = Loader(prefix, **SHAPE)
     list(itertools.islice(first, step))
     state = json.loads(json.dumps(first.state()))
     want = take(first, 3)
 
-    restored = Loader(prefix, **SHAPE, rank=0, ranks=ranks)
+    chosen = np.array(sorted(rows))
+    restored = Loader(prefix, **SHAPE, rows=chosen)
     restored.restore(state)
-    rows = slice(0, 8 // ranks)
-    assert_equal(take(restored, 3), {name: array[:, rows] for name, array in want.items()})
+    assert_equal(take(restored, 3), {name: array[:, chosen] for name, array in want.items()})
     assert_equal(take(Loader(prefix, **SHAPE, start_step=step), 3), want)
 
 
@@ -98,7 +125,7 @@ def test_the_stream_is_the_one_that_earlier_versions_gave(prefix):
 
 
 def test_the_documents_of_a_step_are_those_of_its_tokens(prefix):
-    loader = Loader(prefix, **SHAPE, rank=1, ranks=2)
+    loader = Loader(prefix, **SHAPE, rows=np.array([1]))
     batches = take(Loader(prefix, **SHAPE), 9)
     for step in range(9):
         scored = batches["weights"][step] == 1
