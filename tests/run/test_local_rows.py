@@ -12,7 +12,7 @@ import itertools, json, sys
 import numpy as np
 from graphtrain.data.batches.concat_packing import ConcatPacking
 from graphtrain.data.batches.loader import Loader, evaluation_batches
-from graphtrain.run.batch_placement import BatchPlacement
+from graphtrain.run.batch_placement import BatchPlacement, index_share
 from lowering.machine.target import Target
 from lowering.xla import backend, distributed
 from sharding_rules.mesh import MeshShape
@@ -39,7 +39,7 @@ def placed(batches):
     for batch in batches:
         assert {len(array) for array in batch.values()} == {len(placement.rows)}
         yield placement.to_devices(batch)
-loader = Loader(data, **settings, rows=placement.rows)
+loader = Loader(data, **settings, rows=placement.rows, index_share=index_share())
 trained = list(placed(itertools.islice(loader, 5)))
 own = {int(i) for step in range(40) for _, i in loader._samples_of(step, placement.rows)}
 loader.close()
