@@ -7,8 +7,9 @@ all-to-all, which the compiler derives from two shardings of one buffer.
 
 Without a capacity (dropless), no choice is dropped: devices along the experts' mesh axes
 all-gather their tokens, sort them by expert, multiply each group by its expert's weights (a ragged
-product), and reduce-scatter each token's sum. Shapes are static, so buffers are large enough for
-the case that all tokens choose the experts of one device; only rows that do are multiplied.
+product; on NVIDIA GPUs the kernels of `models.grouped_matmul`), and reduce-scatter each token's
+sum. Shapes are static, so buffers are large enough for the case that all tokens choose the experts
+of one device. Kernels and TPUs multiply only the rows that do; see `grouped_matmul_support`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from graphtrain.config.schema import MixtureOfExperts, Model
 from graphtrain.models import init
 from graphtrain.models.attention.ring_order import positions
 from graphtrain.models.flops import is_gated
+from graphtrain.models.grouped_matmul import BLOCK, arrange, grouped_matmul
+from graphtrain.models.grouped_matmul_support import why_no_grouped_matmul
 from graphtrain.models.lora.layers import plain_array
 from graphtrain.models.matmul import dot
 from graphtrain.models.mlp import ACTIVATIONS
 from graphtrain.models.projection import PROJECTION, project, project_many
 from lowering.tracing.constrain import constrain, mesh_axes_of, placement
+from lowering.tracing.current_target import traced_target
 
 if TYPE_CHECKING:
     from jax import Array
@@ -291,32 +295,96 @@ def _sorted_experts(
         gate_up_weights: This device's shard of the gate and up weights.
         down: This device's shard of the down weights.
     """
-    shape, chosen = x.shape, experts.shape[-1]
+    shape = x.shape
     tokens = [array.reshape(-1, array.shape[-1]) for array in (x, shares, experts)]
     if expert_axes:
         tokens = [jax.lax.all_gather(array, expert_axes, tiled=True) for array in tokens]
     x, shares, experts = tokens
+    shards = jax.lax.axis_size(expert_axes) if expert_axes else 1
     first_expert = jax.lax.axis_index(expert_axes) * len(down) if expert_axes else 0
-    is_local = (experts.reshape(-1) >= first_expert) & (
-        experts.reshape(-1) < first_expert + len(down)
-    )
-    sort_key = jnp.where(
-        is_local, experts.reshape(-1) - first_expert, len(down)
-    )  # choices of other devices' experts sort last
-    order = jnp.argsort(sort_key, stable=True)
+    is_local = (experts >= first_expert) & (experts < first_expert + len(down))
+    local_experts = jnp.where(is_local, experts - first_expert, len(down))
+    local_shares = jnp.where(is_local, shares, 0)
+    apply = _experts_in_blocks if _has_grouped_matmul(down) else _experts_by_ragged_product
+    total = apply(combine, x, local_shares, local_experts, gate_up_weights, down, shards)
+    if mlp_axes:
+        total = jax.lax.psum(total, mlp_axes)
+    if expert_axes:
+        total = jax.lax.psum_scatter(total, expert_axes, tiled=True)
+    return total.reshape(shape).astype(x.dtype)
+
+
+def _has_grouped_matmul(down: jax.Array) -> bool:
+    target = traced_target()
+    if target is None:
+        return False
+    experts, mlp, embed = down.shape
+    return not why_no_grouped_matmul(target, experts, embed, mlp)
+
+
+def _experts_by_ragged_product(
+    combine: GateUpFunction,
+    x: jax.Array,
+    shares: jax.Array,
+    experts: jax.Array,
+    gate_up_weights: list[jax.Array],
+    down: jax.Array,
+    shards: int,
+) -> jax.Array:
+    """Return each token's float32 sum over its choices of this device's experts.
+
+    Args:
+        combine: As in dropless_experts.
+        x: Tokens (tokens, embed).
+        shares: Weights of their chosen experts (tokens, choices); 0 for experts of other devices.
+        experts: Chosen experts, counted on this device; its number of experts for others.
+        gate_up_weights: Gate and up weights of this device's experts.
+        down: Down weights of this device's experts.
+        shards: Number of devices over which the experts are sharded.
+    """
+    del shards
+    chosen, sort_key = experts.shape[-1], experts.reshape(-1)
+    order = jnp.argsort(sort_key, stable=True)  # choices of other devices' experts sort last
     # A sum of comparisons: bincount is an integer scatter-add, which Neuron does not support.
     sizes = (sort_key[:, None] == jnp.arange(len(down))).sum(0, dtype=jnp.int32)
     rows = jnp.take(x, order // chosen, axis=0)
     product = partial(_ragged, sizes=sizes)
     hidden = combine([checkpoint_name(product(rows, w), PROJECTION) for w in gate_up_weights])
     out = checkpoint_name(product(hidden, down), PROJECTION).astype(jnp.float32)
-    share = jnp.where(is_local, shares.reshape(-1), 0)[order]
-    total = jnp.zeros((len(x), out.shape[-1])).at[order // chosen].add(out * share[:, None])
-    if mlp_axes:
-        total = jax.lax.psum(total, mlp_axes)
-    if expert_axes:
-        total = jax.lax.psum_scatter(total, expert_axes, tiled=True)
-    return total.reshape(shape).astype(x.dtype)
+    share = shares.reshape(-1)[order]
+    return jnp.zeros((len(x), out.shape[-1])).at[order // chosen].add(out * share[:, None])
+
+
+def _experts_in_blocks(
+    combine: GateUpFunction,
+    x: jax.Array,
+    shares: jax.Array,
+    experts: jax.Array,
+    gate_up_weights: list[jax.Array],
+    down: jax.Array,
+    shards: int,
+) -> jax.Array:
+    """Return what _experts_by_ragged_product does, with grouped matrix products."""
+    chosen = experts.shape[-1]
+    blocks = arrange(experts.reshape(-1), len(down))
+    tokens = (
+        jnp.full(blocks.rows, len(x))
+        .at[blocks.slots]
+        .set(jnp.arange(experts.size) // chosen, mode="drop")
+    )  # padding is a row of zeros
+    rows = jnp.take(x, tokens, axis=0, mode="fill", fill_value=0)
+    # The last block of an expert is half full on average.
+    expected = experts.size // shards + len(down) * BLOCK // 2
+
+    def product(rows: jax.Array, weights: jax.Array) -> jax.Array:
+        out = grouped_matmul(rows, weights.astype(rows.dtype), blocks, expected)
+        return checkpoint_name(out, PROJECTION)
+
+    hidden = combine([product(rows, weights) for weights in gate_up_weights])
+    out = product(hidden, down)
+    choices = jnp.take(out, blocks.slots, axis=0, mode="fill", fill_value=0)
+    choices = choices.reshape(*experts.shape, -1).astype(jnp.float32)
+    return (choices * shares[..., None]).sum(1)
 
 
 def _ragged(rows: jax.Array, expert_weights: jax.Array, sizes: jax.Array) -> jax.Array:

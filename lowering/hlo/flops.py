@@ -16,6 +16,8 @@ _DIMENSIONS = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _GEMM = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _COST = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]')
+# Scope in op_name that states the FLOPs of a kernel (models/grouped_matmul.py).
+_ANNOTATED = re.compile(r'op_name="[^"]*kernel_flops_(\d+)')
 # JAX's attention kernels: number of matrix products, and the query dimension that is the sequence.
 # Each pass of a backward recomputes the scores.
 _KERNELS = {
@@ -50,6 +52,8 @@ def instruction_flops(computation: Computation, instruction: Instruction) -> flo
 def _custom_call(computation: Computation, instruction: Instruction) -> float:
     if cost := _COST.search(instruction.rest):  # cost estimate in the source of a Pallas kernel
         return float(cost[1])
+    if annotated := _ANNOTATED.search(instruction.rest):
+        return float(annotated[1])
     if kernel := _KERNEL.search(f"{instruction.name}. {instruction.rest}"):
         return _kernel(computation, instruction, *_KERNELS[kernel[1]])
     target = instruction.attribute("custom_call_target") or ""

@@ -1,18 +1,37 @@
 """Mixtures of experts: Hugging Face's numbers on one device, and one device's on eight."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import LLAMA, program
+from test_flash import installed
 from test_parallel import assert_close, loss_and_gradients
 
-from graphtrain.config.schema import Batch, Mesh, MixtureOfExperts, Model, PipelineSettings
+from graphtrain.compile import worker
+from graphtrain.config.resolve import resolve
+from graphtrain.config.schema import (
+    Batch,
+    Mesh,
+    MixtureOfExperts,
+    Model,
+    PipelineSettings,
+    Program,
+)
+from graphtrain.models import moe
 from graphtrain.models.decoder import forward, initialize
-from graphtrain.models.flops import flops_per_token, parameter_count
+from graphtrain.models.flops import (
+    attention_flops_per_token,
+    flops_per_token,
+    parameter_count,
+    step_flops_per_token,
+)
+from graphtrain.models.grouped_matmul import arrange, grouped_matmul
 from graphtrain.models.moe import router_losses, slot_in_expert
+from lowering.hlo.collectives import read
 
 DROPLESS = MixtureOfExperts(experts=4, experts_per_token=2)
 ROOMY = MixtureOfExperts(experts=4, experts_per_token=2, capacity_factor=1.0)
@@ -59,6 +78,74 @@ def test_stages_of_mixtures_have_the_gradients_of_one_device(mixture):
         **settings,
     )
     assert_close(loss_and_gradients(split), loss_and_gradients(mixed(mixture, **settings)))
+
+
+@pytest.mark.parametrize("way", [None, "expert", "expert, tensor, sequence"])
+def test_grouped_matmul_equals_the_ragged_product(way, monkeypatch):
+    mesh = WAYS[way] if way else Mesh()
+    batch = Batch(global_batch_size=16, seq_len=16, microbatches=2)
+    target = f"cpu:{int(np.prod(list(vars(mesh).values())))}"
+    model = dataclasses.replace(LLAMA, mlp=64, moe=DROPLESS)  # shards are multiples of 16
+    of = program(model=model, target=target, mesh=mesh, batch=batch)
+    ragged = loss_and_gradients(of)
+    calls = []
+
+    def interpreted(*arguments):
+        calls.append(arguments)
+        return grouped_matmul(*arguments, interpret=True)
+
+    monkeypatch.setattr(moe, "grouped_matmul", interpreted)
+    monkeypatch.setattr(moe, "_has_grouped_matmul", lambda down: True)
+    other = dataclasses.replace(of.model, attention="dense")  # equal here, and traced again
+    assert_close(loss_and_gradients(dataclasses.replace(of, model=other)), ragged)
+    assert calls
+
+
+@pytest.mark.parametrize("counts", [[300, 0, 0, 0], [0, 0, 5, 200], [128, 128, 1, 0]])
+def test_grouped_matmul_pads_each_expert_to_blocks(counts):
+    """Experts without rows, full blocks, and choices of another device's experts (index 4)."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    experts = jax.random.permutation(keys[0], jnp.repeat(jnp.arange(5), jnp.array([*counts, 7])))
+    rows = jax.random.normal(keys[1], (len(experts), 32))
+    weights = jax.random.normal(keys[2], (4, 32, 48))
+
+    def grouped(rows, weights):
+        blocks = arrange(experts, 4)
+        padded = jnp.zeros((blocks.rows, 32)).at[blocks.slots].set(rows, mode="drop")
+        out = grouped_matmul(padded, weights, blocks, len(rows), interpret=True)
+        return jnp.take(out, blocks.slots, axis=0, mode="fill", fill_value=0)
+
+    def gathered(rows, weights):
+        own = jnp.pad(weights, ((0, 1), (0, 0), (0, 0)))[experts]
+        return jnp.einsum("ri,rio->ro", rows, own, precision="highest")
+
+    for ours, theirs in zip(
+        jax.value_and_grad(lambda *of: jnp.sin(grouped(*of)).sum(), (0, 1))(rows, weights),
+        jax.value_and_grad(lambda *of: jnp.sin(gathered(*of)).sum(), (0, 1))(rows, weights),
+        strict=True,
+    ):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), ours, theirs)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_dropless_mixture_on_gpus_computes_active_experts_only(remat):
+    if not installed("jax_plugins.xla_cuda13"):
+        pytest.skip("needs jax_plugins.xla_cuda13")
+    model = Model(
+        layers=2, embed=128, heads=2, kv_heads=2, head_dim=64, mlp=256, vocab=512, remat=remat,
+        moe=MixtureOfExperts(experts=16, experts_per_token=2),
+    )  # fmt: skip
+    of = Program(
+        target="h100:1", model=model, batch=Batch(global_batch_size=8, seq_len=1024)
+    )  # 1,024 rows for each expert
+    lowered = worker.lower(resolve(of), "train")
+    text = lowered.handle.compile(compiler_options=lowered.options).as_text()
+    counted = read(text, resolve(of).mesh).flops
+    attention = attention_flops_per_token(model, 1024)
+    needed = step_flops_per_token(of) + attention / 2  # the kernel recomputes scores
+    if remat == "full":
+        needed += (step_flops_per_token(of) - 6 * model.embed * model.vocab) / 3 - attention / 3
+    assert 1 <= counted / (needed * of.batch.tokens) <= 1.25
 
 
 def test_logits_equal_those_of_mixtral():
