@@ -11,18 +11,23 @@ from graphtrain.cost_model.native_equivalent import sizes_unknown
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.torch_xla.graphs import ExtractedGraph
 from lowering.errors import OutOfMemory
+from lowering.machine import gpu_memory
 
 
 def check_fits(program: ResolvedProgram | ExtractedGraph, record: Mapping[str, Any]) -> None:
-    """Raise if a GPU program's peak is above the memory of the device: XLA only warns of it.
+    """Raise if a GPU program's peak is above the memory of JAX's allocator: XLA does not check it.
 
     Raises:
-        OutOfMemory: the peak that the compiler reports is above the memory of a device.
+        OutOfMemory: the peak that the compiler reports is above that memory.
     """
     target, peak = program.target, record["memory"]["peak"]
-    if not target.is_gpu or peak <= target.memory_bytes:
+    usable = target.usable_memory_bytes
+    if not target.is_gpu or peak <= usable:
         return
-    message = f"it needs {peak / 1e9:.1f} GB of a device's {target.memory_bytes / 1e9:.1f} GB"
+    message = (
+        f"it needs {peak / 1e9:.1f} GB, and the allocator has {usable / 1e9:.1f} GB of a device's "
+        f"{target.memory_bytes / 1e9:.1f} GB ({gpu_memory.VARIABLE})"
+    )
     raise with_largest_arrays(OutOfMemory(record["graph"], target, message), program)
 
 

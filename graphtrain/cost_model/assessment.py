@@ -26,7 +26,7 @@ class Memory:
     activations: int
     temporaries: int
     peak: int
-    capacity: int  # of the device
+    capacity: int  # that arrays can use: of a GPU, the pool of JAX's allocator
     source: Source  # of the peak
     frozen: int = 0  # frozen weights, without gradients and optimizer state
     compiler_out_of_memory: bool = False  # the compilation failed with an out-of-memory error
@@ -65,8 +65,12 @@ class Assessment:
     collectives: tuple[Collective, ...]
     collectives_source: Source
     time: StepTime
-    mfu: float  # model FLOPs utilization, implied by the time; recomputation is not counted
+    # Model FLOPs utilization, implied by the time. Recomputation is not counted. Causal attention
+    # is counted in full if all its scores are computed, and half if a kernel skips the others.
+    mfu: float
     mfu_causal: float  # MFU with causal attention counted half
     compile_seconds: float | None = None
     chunk: int | None = None  # positions per chunk of the logits; None: the complete sequence
+    findings: tuple[str, ...] = ()  # what the step computes or holds without need, and why
+    flops_excess: float | None = None  # compiled FLOPs over those expected; None: not compiled
     note: str = ""  # why there is no compiled program, or what is unknown about it

@@ -56,7 +56,7 @@ def memory(program: ResolvedProgram, weights: Sequence[ShardedWeight] | None = N
         activations=round(activations),
         temporaries=round(temporaries),
         peak=round(peak),
-        capacity=program.target.memory_bytes,
+        capacity=program.target.usable_memory_bytes,
         source="estimate",
         frozen=frozen,
     )

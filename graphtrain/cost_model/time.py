@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Memory, StepTime
+from graphtrain.cost_model.compute import step_flops
 from graphtrain.cost_model.native_equivalent import with_native_model
-from graphtrain.models.flops import (
-    attention_flops_per_token,
-    flops_per_token,
-    step_flops_per_token,
-)
+from graphtrain.models.flops import step_flops_per_token
 from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
 
@@ -34,6 +31,7 @@ def step_time(
     bubble: float = 0.0,
     efficiency: float = 1.0,
     flash: bool = False,
+    excess: float = 1.0,
 ) -> StepTime:
     """Estimate the time of a training step by roofline.
 
@@ -44,9 +42,10 @@ def step_time(
         bubble: Fraction of a pipeline's ticks in which a stage is idle.
         efficiency: Fraction of the machine's peak that products reach; 1.0 is the roofline.
         flash: Whether attention is a kernel, which skips the masked half of its scores.
+        excess: Compiled FLOPs over those that arithmetic expects, at least 1.
     """
     mesh, target = program.mesh, program.target
-    compute = _seconds_of_compute(program, flash) / efficiency
+    compute = _seconds_of_compute(program, flash) * max(1.0, excess) / efficiency
     communication = _communication(collectives, mesh, target)
     hideable = sum(
         seconds
@@ -66,12 +65,14 @@ def step_time(
 def mfu(program: ResolvedProgram, seconds: float, *, causal: bool = False) -> float:
     """Return the model FLOP utilization (MFU) of a step; recomputation is not useful work.
 
-    The result is 0.0 if the target's peak is not known.
+    The result is 0.0 if the target's peak is not known. Scores that a step never computes must not
+    be counted as its work: MFU could exceed 1.
 
     Args:
         program: the program.
         seconds: Time of a step.
-        causal: Count only the half of attention's scores that the causal mask leaves.
+        causal: Count only the half of attention's scores that the causal mask leaves; required if
+            attention is a kernel, which computes no others.
 
     Source: Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311
     """
@@ -83,30 +84,7 @@ def mfu(program: ResolvedProgram, seconds: float, *, causal: bool = False) -> fl
 
 def _seconds_of_compute(program: ResolvedProgram, flash: bool) -> float:
     peak = program.target.peak_flops(program.model.dtype)
-    if not peak:
-        return 0.0
-    token_flops = step_flops_per_token(program.settings, causal=flash) + _recomputed(program, flash)
-    return token_flops * program.batch.tokens / peak
-
-
-def _recomputed(program: ResolvedProgram, flash: bool) -> float:
-    """Return the operations per token that the backward pass recomputes.
-
-    Pipeline stages are recomputed from their input, and then by their own remat policy. A kernel's
-    backward pass has seven products instead of four: it computes the scores, and the gradient of
-    the probabilities, twice.
-    """
-    model, length = program.model, program.batch.seq_len
-    attention = attention_flops_per_token(model, length) / 3
-    forward = flops_per_token(model, length) / 3 - 2 * model.embed * model.vocab
-    by_policy = {"none": 0.0, "full": forward}.get(model.remat, attention)
-    if flash:
-        forward, in_kernel = forward - attention / 2, 3 / 2 * attention / 2
-        by_policy = in_kernel + (forward if model.remat == "full" else 0.0)
-    in_stages = program.mesh.axes.get("stage", 1) > 1
-    if in_stages and (model.remat != "none" or program.pipeline.schedule == "1f1b"):
-        return forward + (by_policy if model.remat != "full" else 0.0)
-    return by_policy
+    return step_flops(program, flash=flash) / peak if peak else 0.0
 
 
 def _seconds_of_memory(program: ResolvedProgram, memory: Memory) -> float:

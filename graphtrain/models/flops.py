@@ -56,6 +56,14 @@ def attention_flops_per_token(model: Model, length: int) -> float:
     return 12.0 * model.layers * query * length
 
 
+def expert_flops_per_token(model: Model) -> float:
+    """Return the part of flops_per_token of a token's chosen experts; 0.0 without a mixture."""
+    if (mixture := model.moe) is None:
+        return 0.0
+    matrices = 3 if is_gated(model) else 2
+    return 6.0 * model.layers * mixture.experts_per_token * matrices * model.embed * model.mlp
+
+
 def _weights(model: Model, *, active: bool = False) -> int:
     """Return the weights in the layers' matrix products; of a mixture, all or only active ones."""
     embed, query, key = _widths(model)

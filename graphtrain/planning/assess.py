@@ -15,6 +15,8 @@ from graphtrain.compile.driver import compile_tasks
 from graphtrain.compile.tasks import Limits, Observer, TaskOutcome, tasks_of
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Assessment, Memory
+from graphtrain.cost_model.compute import compiled_excess
+from graphtrain.cost_model.findings import expected_excess, findings
 from graphtrain.cost_model.memory import memory as estimated_memory
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.time import mfu, step_time
@@ -110,7 +112,8 @@ def _from_outcome(
             f"{record['unknown_loops']} loops of the compiled program have an unknown trip count; "
             "collectives inside them are counted once"
         )
-    compiled = _assessment(program, plan, memory, collectives, "compiler")
+    flops = record.get("flops") or None  # None: the backend reads no FLOPs
+    compiled = _assessment(program, plan, memory, collectives, "compiler", flops)
     return replace(compiled, compile_seconds=record["compile_seconds"], note=remark)
 
 
@@ -149,10 +152,15 @@ def _assessment(
     memory: Memory,
     collectives: tuple[Collective, ...],
     source: Any,
+    flops: float | None = None,
 ) -> Assessment:
-    padded_program = with_padding_layers(program)
+    padded_program, bubble = with_padding_layers(program), bubble_of(program)
     flash = step_uses_flash_kernel(padded_program)
-    time = step_time(padded_program, memory, collectives, bubble_of(program), flash=flash)
+    excess = None
+    if flops is not None:
+        excess = compiled_excess(padded_program, flops, flash=flash, bubble=bubble)
+    counted = expected_excess(program) if excess is None else excess
+    time = step_time(padded_program, memory, collectives, bubble, flash=flash, excess=counted)
     return Assessment(
         target=program.settings.target,
         plan=plan,
@@ -160,7 +168,9 @@ def _assessment(
         collectives=collectives,
         collectives_source=source,
         time=time,
-        mfu=mfu(program, time.total),
+        mfu=mfu(program, time.total, causal=flash),
         mfu_causal=mfu(program, time.total, causal=True),
         chunk=loss_chunk(padded_program),
+        findings=findings(program, excess),
+        flops_excess=excess,
     )

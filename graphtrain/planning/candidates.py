@@ -139,7 +139,8 @@ def _candidate(
     estimated_time = step_time(
         program, estimated_memory, collectives, bubble_of(program), attained, flash
     )
-    return Candidate(program, estimated_memory, estimated_time, mfu(program, estimated_time.total))
+    utilization = mfu(program, estimated_time.total, causal=flash)
+    return Candidate(program, estimated_memory, estimated_time, utilization)
 
 
 def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[dict[str, int]]:

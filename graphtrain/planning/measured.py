@@ -10,6 +10,7 @@ from typing import Any
 from graphtrain.cache.programs import timestamp
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.cost_model.compute import compiled_excess
 from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.time import step_time
@@ -63,7 +64,12 @@ def _predicted(path: Path, program: ResolvedProgram, record: Mapping[str, Any]) 
     collectives = [Collective.from_record(entry) for entry in record["collectives"]]
     padded_program = with_padding_layers(program)
     estimated_memory, flash = memory(padded_program), step_uses_flash_kernel(padded_program)
-    time = step_time(padded_program, estimated_memory, collectives, bubble_of(program), flash=flash)
+    bubble, excess = bubble_of(program), 1.0
+    if flops := record.get("flops"):
+        excess = compiled_excess(padded_program, flops, flash=flash, bubble=bubble)
+    time = step_time(
+        padded_program, estimated_memory, collectives, bubble, flash=flash, excess=excess
+    )
     return Costs(
         compile_seconds=ledger.predict_compile_seconds(
             ledger.read(path), program.settings.target, size

@@ -6,15 +6,18 @@ from dataclasses import asdict
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
+from graphtrain.models.grouped_matmul_support import step_computes_all_experts
 from graphtrain.planning.collective_origins import unexplained
 from graphtrain.planning.tables import plan_as_json, plan_table
 from graphtrain.planning.traffic_by_axes import sum_by_axes
+from lowering.machine import gpu_memory
 from sharding_rules.errors import ShardingError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from graphtrain.config.resolve import ResolvedProgram
     from graphtrain.cost_model.assessment import Assessment, Memory
     from graphtrain.planning.answer import Answer
     from graphtrain.planning.collective_origins import CollectiveOrigin
@@ -71,6 +74,7 @@ def print_answer(console: "Console", answer: "Answer") -> None:
         plan_table(plan, shown),
         memory_table(assessment.memory, program.target),
         *_chunk_line(assessment),
+        *_experts_line(answer.program),
         collectives_table(assessment) if assessment.collectives else "no collectives",
         *_frozen_line(plan),
         *_flags(answer.causes),
@@ -84,6 +88,8 @@ def print_answer(console: "Console", answer: "Answer") -> None:
         console.print(_NO_SPEEDS, soft_wrap=True)
     if assessment.note:
         console.print(f"note: {assessment.note}", soft_wrap=True)
+    for finding in assessment.findings:
+        console.print(f"finding: {finding}", soft_wrap=True)
     console.print(fit_summary(assessment))
     if not fits:
         console.print()
@@ -113,6 +119,19 @@ def _chunk_line(assessment: "Assessment") -> list[str]:
     if assessment.chunk is None:
         return []
     return [f"logits are computed in chunks of {assessment.chunk:,} positions of a sequence"]
+
+
+def _experts_line(program: "ResolvedProgram") -> list[str]:
+    """Return a line that says how a native mixture's experts are computed, if there is one."""
+    from graphtrain.config.schema import is_imported
+
+    if is_imported(program.model) or program.model.moe is None:
+        return []
+    if (capacity := program.model.moe.capacity_factor) is not None:
+        return [f"experts have a capacity of {capacity:g} x the mean, and drop choices beyond it"]
+    if step_computes_all_experts(program):
+        return ["experts are computed without drops, all of them for each token's choices"]
+    return ["experts are computed without drops, only the chosen ones (grouped matrix product)"]
 
 
 def _flags(causes: "Sequence[CollectiveOrigin]") -> list[str]:
@@ -242,14 +261,17 @@ def answer_as_json(answer: "Answer") -> dict[str, Any]:
 
 def memory_table(memory: "Memory", target: "Target") -> "Table":
     """Return the table of one device's memory by kind, with the source of each number."""
-    table = _table("memory per device", ">MB", ">of device", "source")
+    table = _table("memory per device", ">MB", ">of usable", "source")
     for kind, source in memory_sources(memory).items():
         size = getattr(memory, kind)
         if kind == "frozen" and not size:
             continue  # there are no frozen weights
         table.add_row(kind, _megabytes(size), f"{size / memory.capacity:.1%}", source)
     source = "this machine" if target.platform == "cpu" else "datasheet"
-    table.add_row("device", _megabytes(memory.capacity), "", source)
+    if memory.capacity < target.memory_bytes:
+        share = f"{memory.capacity / target.memory_bytes:.0%} of the device"
+        table.add_row("usable", _megabytes(memory.capacity), "", f"{share}: {gpu_memory.VARIABLE}")
+    table.add_row("device", _megabytes(target.memory_bytes), "", source)
     return table
 
 
@@ -287,7 +309,9 @@ def time_table(assessment: "Assessment") -> "Table":
     table.add_row("pipeline bubble", format_seconds(time.bubble), "estimate")
     table.add_row("step", format_seconds(time.total), "estimate")
     table.add_row("model FLOPs utilization (MFU)", f"{assessment.mfu:.1%}", "estimate")
-    table.add_row("MFU, causal attention counted half", f"{assessment.mfu_causal:.1%}", "estimate")
+    if assessment.mfu != assessment.mfu_causal:
+        causal = f"{assessment.mfu_causal:.1%}"
+        table.add_row("MFU, causal attention counted half", causal, "estimate")
     return table
 
 
@@ -316,6 +340,8 @@ def assessment_as_json(assessment: "Assessment") -> dict[str, Any]:
         "mfu": assessment.mfu,
         "mfu_causal": assessment.mfu_causal,
         "fits": memory.fits,
+        "findings": list(assessment.findings),
+        "flops_excess": assessment.flops_excess,
         "compile_seconds": assessment.compile_seconds,
         "remark": assessment.note,
         "sources": {

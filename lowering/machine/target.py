@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowering.errors import LoweringError
-from lowering.machine import backends, host
+from lowering.machine import backends, gpu_memory, host
 
 CHIPS_PER_HOST = 4  # on a TPU
 _TOPOLOGIES = Path(__file__).parent / "topologies.toml"
@@ -143,6 +143,13 @@ class Target:
         if self.machine == "cpu":
             return host.memory_bytes() // self.devices
         return int(self.specification["memory"])
+
+    @property
+    def usable_memory_bytes(self) -> int:
+        """Memory of one device that arrays can use; of a GPU, the pool of JAX's allocator."""
+        if not self.is_gpu:
+            return self.memory_bytes
+        return int(self.memory_bytes * gpu_memory.pool_fraction())
 
     def peak_flops(self, dtype: str) -> float:
         """Return the peak FLOP/s of all devices together; 0.0 if it is unknown for the dtype."""

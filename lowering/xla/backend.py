@@ -20,7 +20,7 @@ from lowering.errors import LoweringError, OutOfMemory
 from lowering.graph import Graph
 from lowering.hlo.collectives import read
 from lowering.lowered import Lowered
-from lowering.machine import aot_devices, host
+from lowering.machine import aot_devices, gpu_memory, host
 from lowering.machine.target import Target
 from lowering.tracing.constrain import MEMORY_KINDS, sharding, use_placement
 from lowering.tracing.cpu_hints import KEEP_OPTIMIZATION_BARRIERS
@@ -115,6 +115,7 @@ def _configure_platform(platform: str, cpu_devices: int) -> None:
     left to start the collectives of the other devices, they deadlock; NPROC enlarges its thread
     pool.
     """
+    gpu_memory.reserve_pool()  # JAX reads it when it first looks for devices of any platform
     if platform != "cpu":
         cpu_devices = 1
     elif cpu_devices > 1:

@@ -63,14 +63,18 @@ def step_uses_flash_kernel(program: ResolvedProgram) -> bool:
     Raises:
         LoweringError: as uses_flash_kernel.
     """
+    return uses_flash_kernel(program.model.attention, attention_of_step(program), program.target)
+
+
+def attention_of_step(program: ResolvedProgram) -> AttentionSpec:
+    """Return the attention of a program's training step."""
     rules, mesh = program.rules, program.mesh
     split = any(mesh.size(rules.activations.get(axis, ())) > 1 for axis in _POSITIONS)
     batch, copies = program.batch, mesh.axes.get("data", 1)
     per_replica = batch.gradient_reduction == "per_step" and copies > 1
-    spec = AttentionSpec.of(
+    return AttentionSpec.of(
         program.model, batch.seq_len, sharded_positions=split, per_replica=per_replica
     )
-    return uses_flash_kernel(program.model.attention, spec, program.target)
 
 
 def uses_flash_kernel(
