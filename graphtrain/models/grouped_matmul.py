@@ -11,18 +11,17 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from graphtrain.models.grouped_matmul_support import MULTIPLE
+from graphtrain.models.grouped_matmul_support import BLOCK, MULTIPLE
 
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float
 
-BLOCK = 128  # rows; every block belongs to one expert
 _TILES = (128, 64, 32, MULTIPLE)  # columns that one kernel instance computes; the largest that fits
 _MAX_DEPTH = 64  # elements of the contracted dimension in one iteration; not tuned
 
@@ -127,8 +126,8 @@ def _times_matrices(
     precision = _precision(rows)
 
     def kernel(
-        experts_ref: jax.Array, ends_ref: jax.Array, rows_ref: jax.Array, weights_ref: jax.Array,
-        out_ref: jax.Array,
+        experts_ref: Any, ends_ref: Any, rows_ref: Any, weights_ref: Any,
+        out_ref: Any,
     ) -> None:  # fmt: skip
         block, column = pl.program_id(0), pl.program_id(1)
         expert, columns = experts_ref[block], pl.ds(column * tile, tile)
@@ -171,9 +170,7 @@ def _gradient_of_matrices(
     height, width = _tile(inner), _tile(outer)
     precision = _precision(rows)
 
-    def kernel(
-        ends_ref: jax.Array, rows_ref: jax.Array, gradient_ref: jax.Array, out_ref: jax.Array
-    ) -> None:
+    def kernel(ends_ref: Any, rows_ref: Any, gradient_ref: Any, out_ref: Any) -> None:
         expert = pl.program_id(2)
         lines, columns = (
             pl.ds(pl.program_id(0) * height, height),
@@ -213,7 +210,7 @@ def _precision(rows: jax.Array) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
 
 
-def _annotated_flops(flops: int) -> AbstractContextManager[None]:
+def _annotated_flops(flops: int) -> AbstractContextManager[Any]:
     """Return a scope whose name tells `lowering.hlo.flops` the FLOPs of the kernel inside.
 
     JAX drops a Pallas kernel's cost estimate where it lowers the kernel for GPUs (jax 0.10.2).

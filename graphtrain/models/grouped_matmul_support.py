@@ -11,6 +11,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from lowering.machine.target import Target
 
 MULTIPLE = 16  # each dimension of a matrix is a multiple of it: the smallest Triton product
+BLOCK = 128  # rows; every block belongs to one expert
 _MAX_ELEMENTS = 2**31  # Triton kernels of JAX compute offsets in 32 bits
 
 
@@ -25,10 +26,21 @@ def step_computes_all_experts(program: ResolvedProgram) -> str:
         axis: mesh.size(program.rules.activations.get(axis, ())) for axis in ("experts", "mlp")
     }
     experts, width = model.moe.experts // shards["experts"], model.mlp // shards["mlp"]
-    return why_no_grouped_matmul(program.target, experts, model.embed, width)
+    batch = program.batch
+    devices = mesh.size(
+        tuple({name for axis in ("batch", "seq") for name in _axes(program, axis)})
+    )  # those of the experts gather their tokens
+    choices = batch.tokens // batch.microbatches * model.moe.experts_per_token // devices
+    gathered = choices * shards["experts"]
+    return why_no_grouped_matmul(program.target, experts, model.embed, width, gathered)
 
 
-def why_no_grouped_matmul(target: Target, experts: int, embed: int, mlp: int) -> str:
+def _axes(program: ResolvedProgram, axis: str) -> tuple[str, ...]:
+    names = program.rules.activations.get(axis, ())
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def why_no_grouped_matmul(target: Target, experts: int, embed: int, mlp: int, choices: int) -> str:
     """Return why there is no kernel for an expert product on a target; empty if there is one.
 
     Args:
@@ -36,6 +48,7 @@ def why_no_grouped_matmul(target: Target, experts: int, embed: int, mlp: int) ->
         experts: Number of experts on a device.
         embed: Width of the residual stream.
         mlp: Hidden width of an expert on a device.
+        choices: Number of choices, k for each token, that a device arranges by expert.
     """
     if target.platform != "cuda":
         return f"{target} has no grouped matrix product"
@@ -48,5 +61,10 @@ def why_no_grouped_matmul(target: Target, experts: int, embed: int, mlp: int) ->
         return (
             f"the grouped matrix product of {target} is limited to {_MAX_ELEMENTS:,} weights of "
             f"experts on a device, and a layer has {experts * embed * mlp:,}"
+        )
+    if (choices + (experts + 1) * BLOCK) * max(embed, mlp) >= _MAX_ELEMENTS:
+        return (
+            f"the grouped matrix product of {target} is limited to {_MAX_ELEMENTS:,} elements, and "
+            f"a device has {choices:,} choices of {max(embed, mlp):,}; use more microbatches"
         )
     return ""

@@ -29,8 +29,8 @@ from graphtrain.config.schema import MixtureOfExperts, Model
 from graphtrain.models import init
 from graphtrain.models.attention.ring_order import positions
 from graphtrain.models.flops import is_gated
-from graphtrain.models.grouped_matmul import BLOCK, arrange, grouped_matmul
-from graphtrain.models.grouped_matmul_support import why_no_grouped_matmul
+from graphtrain.models.grouped_matmul import arrange, grouped_matmul
+from graphtrain.models.grouped_matmul_support import BLOCK, why_no_grouped_matmul
 from graphtrain.models.lora.layers import plain_array
 from graphtrain.models.matmul import dot
 from graphtrain.models.mlp import ACTIVATIONS
@@ -305,7 +305,11 @@ def _sorted_experts(
     is_local = (experts >= first_expert) & (experts < first_expert + len(down))
     local_experts = jnp.where(is_local, experts - first_expert, len(down))
     local_shares = jnp.where(is_local, shares, 0)
-    apply = _experts_in_blocks if _has_grouped_matmul(down) else _experts_by_ragged_product
+    apply = (
+        _experts_in_blocks
+        if _has_grouped_matmul(down, experts.size)
+        else _experts_by_ragged_product
+    )
     total = apply(combine, x, local_shares, local_experts, gate_up_weights, down, shards)
     if mlp_axes:
         total = jax.lax.psum(total, mlp_axes)
@@ -314,12 +318,12 @@ def _sorted_experts(
     return total.reshape(shape).astype(x.dtype)
 
 
-def _has_grouped_matmul(down: jax.Array) -> bool:
+def _has_grouped_matmul(down: jax.Array, choices: int) -> bool:
     target = traced_target()
     if target is None:
         return False
     experts, mlp, embed = down.shape
-    return not why_no_grouped_matmul(target, experts, embed, mlp)
+    return not why_no_grouped_matmul(target, experts, embed, mlp, choices)
 
 
 def _experts_by_ragged_product(

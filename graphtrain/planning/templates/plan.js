@@ -88,7 +88,7 @@ function figures() {
   const share = (plan.memory.peak_bytes / plan.memory.capacity_bytes) * 100;
   const all = [
     ["peak memory per device", megabytes(plan.memory.peak_bytes), plan.memory.source],
-    ["of the device's memory", `${number(share)} %`, plan.memory.source],
+    ["of the usable memory", `${number(share)} %`, plan.memory.source],
     ["sent per device and step", megabytes(sent), plan.sources.collectives],
     ["step time", seconds(plan.step_seconds), "estimate"],
     ["model FLOPs utilization", `${number(plan.mfu * 100)} %`, "estimate"],
@@ -240,17 +240,17 @@ async function memory() {
       ...(scale === "device" || peak > capacity ? [{
         data: { values: [{ capacity }] }, mark: { type: "rule", color: "#a02518", strokeWidth: 2 },
         encoding: { x: { field: "capacity", type: "quantitative" },
-          tooltip: [{ field: "capacity", format: ",.1f", title: "MB of the device" }] } }] : []),
+          tooltip: [{ field: "capacity", format: ",.1f", title: "usable MB of the device" }] } }] : []),
     ],
   });
   for (const radio of document.getElementsByName("scale"))
     radio.addEventListener("change", () => draw("memory-chart", spec(radio.value)));
   const all = [...KINDS, "peak"].map((kind) => ({ kind, bytes: memory[`${kind}_bytes`] }));
-  all.push({ kind: "device", bytes: memory.capacity_bytes });
+  all.push({ kind: "usable", bytes: memory.capacity_bytes });
   table("memory", [
     { name: "kind", of: (row) => row.kind },
     { name: "MB", of: (row) => row.bytes, show: (row) => mega(row.bytes), number: true },
-    { name: "% of device", of: (row) => row.bytes, number: true,
+    { name: "% of usable", of: (row) => row.bytes, number: true,
       show: (row) => number((row.bytes / memory.capacity_bytes) * 100) },
     { name: "source", of: (row) => plan.sources.memory[row.kind] ?? plan.capacity_source,
       show: (row) => source(plan.sources.memory[row.kind] ?? plan.capacity_source) },

@@ -52,6 +52,8 @@ def test_experts_that_are_computed_in_vain_are_named_with_the_cause(vary):
     (finding,) = estimate(vary([*H100, MIXTURE, "program.model.mlp=1000"])).findings
     assert "8 experts for each token's 2" in finding and "capacity_factor" in finding
     assert "multiples of 16" in finding
+    long = "program.batch={global_batch_size=4096, seq_len=4096}"  # 4M choices on a device
+    assert "more microbatches" in estimate(vary([*H100, MIXTURE, long])).findings[0]
     assert "cpu:8 has no grouped" in estimate(vary(["program.target=cpu:8", MIXTURE])).findings[0]
 
 
