@@ -59,6 +59,6 @@ def check_axes(names: Iterable[str | None], known: dict[str, str], where: str) -
     for name in names:
         if name is None or name in known:
             continue
-        similar = difflib.get_close_matches(name, known, n=1)
+        similar = difflib.get_close_matches(name[:100], known, n=1)
         hint = f"did you mean {similar[0]!r}?" if similar else f"known axes: {', '.join(known)}"
         raise ShardingError(f"{where}: unknown axis {name!r}; {hint}")

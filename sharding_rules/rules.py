@@ -1,6 +1,5 @@
 """Rules: tables from array axis to mesh axes, from presets and from the user's files."""
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from sharding_rules.arrays import Role
 from sharding_rules.axes import ARRAY_AXES, MESH_AXES, check_axes
+from sharding_rules.documents import DocumentError, read_toml
 from sharding_rules.errors import ShardingError
 
 Table = Mapping[str, tuple[str, ...]]
@@ -129,13 +129,15 @@ def presets() -> list[str]:
 def _read(name: str) -> dict:
     path = Path(name) if name.endswith(".toml") else _PRESETS / f"{name}.toml"
     try:
-        return tomllib.loads(path.read_text())
+        return read_toml(path)
     except FileNotFoundError:
         raise ShardingError(
             f"unknown rules {name!r}; use a preset ({', '.join(presets())}) or the path of a .toml "
             "file"
         ) from None
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise ShardingError(f"rules {name}: cannot be read: {error.strerror}") from None
+    except DocumentError as error:
         raise ShardingError(f"rules {name}: {error}") from None
 
 

@@ -7,10 +7,13 @@ says what to do when it breaks.
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
+from sharding_rules.documents import read_json
+
+_STEP = re.compile(r"[0-9]{1,18}", re.ASCII)  # name of the directory of a checkpoint
 # What Orbax and TensorStore raise for a full disk or a damaged file; neither has a class for it.
 STORAGE_ERRORS = (OSError, ValueError, KeyError)
 
@@ -23,12 +26,12 @@ def complete_steps(directory: Path) -> list[int]:
     """
     if not directory.is_dir():
         return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+    return sorted(int(path.name) for path in directory.iterdir() if _STEP.fullmatch(path.name))
 
 
 def read_json_item(where: Path, item: str) -> Any:
     """Return a JSON item of one checkpoint without importing Orbax."""
-    return json.loads((where / item / "metadata").read_text())
+    return read_json(where / item / "metadata")
 
 
 def open_array(where: Path, path: str, *, write: bool = False, cache_bytes: int = 0) -> Any:

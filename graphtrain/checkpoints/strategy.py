@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from graphtrain.config.resolve import ResolvedProgram, layer_rows
 from graphtrain.config.schema import Program
 from graphtrain.errors import PlanError
+from sharding_rules import documents
 
 _FORMAT = 1
 
@@ -87,7 +88,7 @@ def read_json(path: Path) -> Strategy:
     if not path.is_file():
         raise PlanError(f"{path}: file not found; {_remedy(path)}")
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
+        contents = documents.read_json(path)
         if contents["graphtrain_strategy"] != _FORMAT:
             raise ValueError(f"format {contents['graphtrain_strategy']} is not {_FORMAT}")
         program = TypeAdapter(Program).validate_json(json.dumps(contents["program"]))

@@ -4,7 +4,9 @@ A module is imported only when its command is used, so that no command pays for 
 others.
 """
 
+import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -14,6 +16,8 @@ from types import FrameType
 from typing import NoReturn
 
 import click
+
+from graphtrain.cli.terminal import say
 
 _COMMAND_HELP = {
     "cache": "List, explain, verify, share and remove compiled programs.",
@@ -67,18 +71,27 @@ def _root() -> None:
 
 def main() -> None:
     """Run the command line: print an error that the user can fix in one line, without traceback."""
-    warnings.showwarning = lambda message, *details: click.echo(f"warning: {message}", err=True)
+    warnings.showwarning = lambda message, *details: say(f"warning: {message}")
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signal_number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(signal_number, _stop)
     try:
-        _root.main(prog_name="graphtrain")
+        status = _root.main(prog_name="graphtrain", standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)  # of --help and ctx.exit()
     except SignalReceived as stopped:
         _exit(stopped.status)
+    except click.Abort:
+        say("Aborted!")
+        _exit(1)
+    except click.ClickException as error:
+        shown = io.StringIO()
+        error.show(shown)
+        say(shown.getvalue().rstrip("\n"))
+        _exit(error.exit_code)
     except Exception as error:
         status = _exit_status(error)
         if status is not None:
-            click.echo(f"error: {error}", err=True)
+            say(f"error: {_words(error)}")
         elif _is_multi_process():
             traceback.print_exc()
         else:
@@ -112,4 +125,24 @@ def _is_multi_process() -> bool:
 def _exit_status(error: Exception) -> int | None:
     from sharding_rules.errors import UserError
 
-    return error.exit_status if isinstance(error, UserError) else None
+    if isinstance(error, UserError):
+        return error.exit_status
+    is_file_error = isinstance(error, OSError) and error.filename and error.errno in _USERS_ERRNO
+    return 2 if is_file_error else None
+
+
+# The state of the user's files: names too long, links in circles, permissions, full disks. Others,
+# such as a file that does not exist, may be a defect of graphtrain where they were not expected.
+_USERS_ERRNO = {
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+}
+
+
+def _words(error: Exception) -> str:
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)

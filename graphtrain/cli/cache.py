@@ -22,7 +22,7 @@ from graphtrain.cli.options import (
     overrides_option,
     target_option,
 )
-from graphtrain.cli.terminal import printable
+from graphtrain.cli.terminal import printable, say
 from graphtrain.errors import CacheError
 
 _DIGITS = 12  # shown of a digest in a table
@@ -51,7 +51,7 @@ def ls(cache: Cache, as_json: bool) -> None:
     if rows:
         _print_columns([("program", "graph", "target", "created", "last used", "size", ""), *rows])
     total = format_size(sum(entry.nbytes for entry in entries))
-    click.echo(f"{len(entries)} programs, {total}, in {cache.root}", err=True)
+    say(f"{len(entries)} programs, {total}, in {cache.root}")
 
 
 @command.command("show")
@@ -87,7 +87,7 @@ def verify(cache: Cache, repair: bool, as_json: bool) -> None:
             click.echo(printable(f"{problem.kind}: {problem.path}: {problem.reason}"))
     summary = f"{report.programs} programs and {report.requests} requests are intact"
     if report.valid:
-        click.echo(f"{summary}; {len(report.problems)} repaired" if repair else summary, err=True)
+        say(f"{summary}; {len(report.problems)} repaired" if repair else summary)
         return
     unrepaired = sum(not problem.repaired for problem in report.problems)
     remedy = "" if repair else "; run: graphtrain cache verify --repair"
@@ -200,12 +200,11 @@ def gc(
         line = f"removed {entry.program[:_DIGITS]} {entry.graph} {format_size(entry.nbytes)}"
         click.echo(printable(line))
     for entry in result.leased:
-        click.echo(f"in use, not removed: {entry.program[:_DIGITS]} {entry.graph}", err=True)
+        say(f"in use, not removed: {entry.program[:_DIGITS]} {entry.graph}")
     freed, remaining = format_size(result.removed_bytes), format_size(result.remaining_bytes)
-    click.echo(
+    say(
         f"removed {len(result.removed)} programs ({freed}) and {result.leftovers} leftovers; "
-        f"{remaining} remain in {cache.root}",
-        err=True,
+        f"{remaining} remain in {cache.root}"
     )
 
 

@@ -13,7 +13,14 @@ import click
 
 from graphtrain.cache import Cache
 from graphtrain.cache.sizes import format_size
-from graphtrain.cli.options import ConfigPath, json_option, overrides_option, target_option
+from graphtrain.cli.options import (
+    ConfigPath,
+    LocalPath,
+    json_option,
+    overrides_option,
+    target_option,
+)
+from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
     from graphtrain.cache.exchange import TransferResult
@@ -80,13 +87,13 @@ def _requests(
 
 def _print(verb: str, store: str, result: TransferResult) -> None:
     for reason in result.rejected:
-        click.echo(f"refused: {reason}", err=True)
+        say(f"refused: {reason}")
     click.echo(
         f"{verb} {store}: {len(result.programs)} programs, {format_size(result.nbytes)}, "
         f"{len(result.requests)} requests"
     )
     if result.missing:
-        click.echo(f"{len(result.missing)} of the requested graphs are not in {store}", err=True)
+        say(f"{len(result.missing)} of the requested graphs are not in {store}")
 
 
 @contextmanager
@@ -121,7 +128,7 @@ def show() -> None:
 
 @key.command("trust")
 @click.argument("name")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=LocalPath())
 def trust(name: str, file: Path) -> None:
     """Trust the public key in FILE, as NAME: programs signed with it may run on this machine."""
     _keys().trust(name, file)

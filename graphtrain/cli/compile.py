@@ -11,6 +11,7 @@ import click
 
 from graphtrain.cli.options import (
     ConfigPath,
+    LocalPath,
     Size,
     cache_option,
     command_line,
@@ -20,6 +21,7 @@ from graphtrain.cli.options import (
     target_option,
     write_file,
 )
+from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
     from graphtrain.compile.tasks import CompilationReport, Observer, TaskOutcome
@@ -60,7 +62,7 @@ def compile_limit_options(command: Callable) -> Callable:
         ),
         click.option(
             "--report",
-            type=click.Path(path_type=Path),
+            type=LocalPath(),
             metavar="FILE",
             help="Write the summary to FILE as JSON.",
         ),
@@ -138,7 +140,7 @@ def progress() -> Iterator["Observer"]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda label, stage: click.echo(f"{label}: {stage}", err=True)
+        yield lambda label, stage: say(f"{label}: {stage}")
         return
     columns = SpinnerColumn(), TextColumn("{task.fields[label]:<24}{task.description}")
     with Progress(*columns, TimeElapsedColumn(), console=console) as display:
@@ -157,15 +159,15 @@ def print_problems(report: "CompilationReport") -> None:
     """Print failures and warnings to standard error."""
     for outcome in report.outcomes:
         for warning in (outcome.preflight or {}).get("warnings", ()):
-            click.echo(f"{outcome.label}: warning: {warning}", err=True)
+            say(f"{outcome.label}: warning: {warning}")
         if outcome.status == "failed":
             hint = "" if outcome.attempts else " (failed before; --retry-failed compiles it again)"
-            click.echo(f"{outcome.label} failed: {outcome.error}{hint}", err=True)
+            say(f"{outcome.label} failed: {outcome.error}{hint}")
             if outcome.failure:
-                click.echo(f"  StableHLO and compiler log: {outcome.failure}", err=True)
+                say(f"  StableHLO and compiler log: {outcome.failure}")
     bundled = (outcome.error for outcome in report.outcomes if outcome.status == "bundled")
     for reason in dict.fromkeys(bundled):
-        click.echo(reason, err=True)
+        say(str(reason))
 
 
 def print_report(report: "CompilationReport") -> None:

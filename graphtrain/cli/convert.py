@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphtrain.cli.options import json_option
+from graphtrain.cli.options import LocalPath, json_option
 
 if TYPE_CHECKING:
     from graphtrain.weights.convert import ConversionSummary, Progress
 
-_DIRECTORY = click.Path(path_type=Path)
+_DIRECTORY = LocalPath()
 
 
 @click.group("convert")
@@ -112,7 +112,7 @@ def graphtrain_to_hf(
 @click.argument("destination", type=_DIRECTORY)
 @click.option(
     "--to",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     required=True,
     metavar="CONFIG|STRATEGY",
     help="Configuration of the new run, or the strategy (.json) that graphtrain plan "

@@ -10,7 +10,10 @@ from typing import Any
 
 import click
 
-_PATH = click.Path(path_type=Path)
+from graphtrain.cli.options import LocalPath
+from graphtrain.cli.terminal import say
+
+_PATH = LocalPath()
 _FRACTION = click.FloatRange(0, 1, max_open=True)
 
 
@@ -109,9 +112,7 @@ def sample(output: Path, megabytes: float, kind: str) -> None:
 
     writers = {"instructions": write_instructions, "preferences": write_preferences}
     written = writers.get(kind, write_sample)(output, limit=int(megabytes * 1e6))
-    click.echo(
-        f"{output}: {written.documents} documents, {written.text_bytes / 1e6:.1f} MB", err=True
-    )
+    say(f"{output}: {written.documents} documents, {written.text_bytes / 1e6:.1f} MB")
 
 
 @command.command()
@@ -140,7 +141,7 @@ def tokenizer(output: Path, kind: str, vocab: int, special: tuple[str, ...], **c
         trained = train_tokenizer(
             inputs, output, kind, vocab, special=special, report=report, **corpus
         )
-    click.echo(f"{trained.path}: vocabulary of {trained.vocab}", err=True)
+    say(f"{trained.path}: vocabulary of {trained.vocab}")
 
 
 @command.command()
@@ -229,23 +230,22 @@ def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings:
         datasets = instruct_data(inputs, output, tokenizer, report=report, **settings)
     _print_splits(datasets, output, _conversations)
     if datasets.skipped_records:
-        click.echo(f"{datasets.skipped_records} records without an answer were skipped", err=True)
+        say(f"{datasets.skipped_records} records without an answer were skipped")
     if datasets.spelled_out:
-        click.echo(
+        say(
             f"the tokenizer has no token for {', '.join(datasets.spelled_out)} of the chat "
-            "template; encoded as ordinary text",
-            err=True,
+            "template; encoded as ordinary text"
         )
 
 
 def _print_splits(datasets: Any, output: Path, describe: Callable[[Any], str]) -> None:
     """Print the path and the contents of each dataset."""
     if datasets.up_to_date:
-        click.echo(f"{output}: up to date, nothing to do", err=True)
+        say(f"{output}: up to date, nothing to do")
     for name in ("train", "validation", "test"):
         split = getattr(datasets, name)
         if split is not None:
-            click.echo(f"{output / name}: {describe(split)}", err=True)
+            say(f"{output / name}: {describe(split)}")
 
 
 def _documents(split: Any) -> str:
@@ -324,7 +324,7 @@ def merge(prefixes: tuple[str, ...], output: str) -> None:
 
     merge_data(prefixes, output)
     totals = summary(output)
-    click.echo(f"{output}: {totals['documents']} documents, {totals['tokens']} tokens", err=True)
+    say(f"{output}: {totals['documents']} documents, {totals['tokens']} tokens")
 
 
 @command.command()

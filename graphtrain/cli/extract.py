@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphtrain.cli.compile import compile_limit_options, print_problems, print_report, progress
-from graphtrain.cli.options import cache_option, json_option, pull_requests, write_file
+from graphtrain.cli.options import LocalPath, cache_option, json_option, pull_requests, write_file
+from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
     from graphtrain.compile.tasks import CompilationReport
@@ -17,18 +18,18 @@ if TYPE_CHECKING:
 
 
 @click.command("extract", context_settings={"allow_interspersed_args": False})
-@click.argument("script", required=False, type=click.Path(path_type=Path))
+@click.argument("script", required=False, type=LocalPath())
 @click.argument("arguments", nargs=-1, metavar="[ARGS]...")
 @click.option(
     "--from",
     "source",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=LocalPath(file_okay=False),
     metavar="DIRECTORY",
     help="Compile the graphs in DIRECTORY, which were extracted before on this or another machine.",
 )
 @click.option(
     "--output",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=LocalPath(file_okay=False),
     metavar="DIRECTORY",
     default="extracted",
     show_default=True,
@@ -99,7 +100,7 @@ def command(
         extraction = graphs.read_extraction(source)
     if no_compile:
         _print_graphs(extraction, target, None, as_json, report)
-        click.echo(f"compile them with: graphtrain extract --from {source or output}", err=True)
+        say(f"compile them with: graphtrain extract --from {source or output}")
         return
     result = _compile(extraction, target, cache, options)
     print_problems(result)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphtrain.cli.options import (
+    LocalPath,
     cache_option,
     config_argument,
     json_option,
@@ -18,6 +19,7 @@ from graphtrain.cli.options import (
     target_option,
     write_file,
 )
+from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
     from lowering.neuron.persistent_cache.entries import NeuronCacheEntry
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 _STALE_AFTER = 360.0  # minutes; the longest compilations known take a few hours
 
-_root = click.argument("root", metavar="DIR", type=click.Path(path_type=Path))
+_root = click.argument("root", metavar="DIR", type=LocalPath())
 
 _stale_after = click.option(
     "--stale-after",
@@ -79,7 +81,7 @@ def _compile_options(function: Callable) -> Callable:
         ),
         click.option(
             "--report",
-            type=click.Path(path_type=Path),
+            type=LocalPath(),
             help="Write the results to this file, in the JSON of neuron_parallel_compile.",
         ),
         click.option(
@@ -145,10 +147,7 @@ def clean_locks(root: Path, stale_after: float, force: bool) -> None:
     for lock in all_locks:
         action = "removed" if lock.path in removed_paths else "kept"
         click.echo(f"{action} {lock.path} ({lock.owner})")
-    click.echo(
-        f"removed {len(removed_paths)} locks; {len(all_locks) - len(removed_paths)} remain",
-        err=True,
-    )
+    say(f"removed {len(removed_paths)} locks; {len(all_locks) - len(removed_paths)} remain")
 
 
 @command.command("analyze")
@@ -203,7 +202,7 @@ def collect(
     extract(words, root, ignore_failure=ignore_failure)
     entries = _entries(root, stale_after)
     new_entries = [entry for entry in entries if entry.directory not in known_directories]
-    click.echo(f"extracted {len(new_entries)} new programs into {root}", err=True)
+    say(f"extracted {len(new_entries)} new programs into {root}")
     if not entries:
         raise LoweringError(
             f"{words[0]} succeeded but extracted no program into {root}: it did not use the Neuron "
@@ -231,13 +230,11 @@ def extract(config: Path, target: str | None, overrides: Sequence[str]) -> None:
     plugin.check_installed(machine)
     from graphtrain.compile.neuron_plugin import extract_graphs
 
-    extract_graphs(program, lambda graph, stage: click.echo(f"{graph}: {stage}", err=True))
+    extract_graphs(program, lambda graph, stage: say(f"{graph}: {stage}"))
 
 
 @command.command("finish")
-@click.argument(
-    "bundles", nargs=-1, required=True, type=click.Path(file_okay=False, path_type=Path)
-)
+@click.argument("bundles", nargs=-1, required=True, type=LocalPath(file_okay=False))
 @cache_option
 def finish(bundles: Sequence[Path], cache: Path) -> None:
     """Compile BUNDLES into the cache.
@@ -256,7 +253,7 @@ def finish(bundles: Sequence[Path], cache: Path) -> None:
         try:
             click.echo(f"{directory}: {compile_bundle(directory, Cache(cache))}")
         except (GraphtrainError, LoweringError) as error:
-            click.echo(f"error: {directory}: {error}", err=True)
+            say(f"error: {directory}: {error}")
             failed = True
     if failed:
         sys.exit(2)
@@ -281,7 +278,7 @@ def _compile(
     finished = finish(
         root,
         chosen,
-        lambda name, stage: click.echo(f"{name}: {stage}", err=True),
+        lambda name, stage: say(f"{name}: {stage}"),
         simulator=simulator,
     )
     _print_status(_entries(root, stale_after))
@@ -297,7 +294,7 @@ def _print_finished(finished: "FinishReport", file: Path | None) -> None:
         if outcome.failure is not None:
             hint = "" if outcome.attempts else " (failed before; --retry-failed compiles it again)"
             failure = outcome.failure
-            click.echo(f"{outcome.program}: {failure.kind}: {failure.message}{hint}", err=True)
+            say(f"{outcome.program}: {failure.kind}: {failure.message}{hint}")
     written = report.as_json(finished)
     if file is not None:
         write_file(file, json.dumps(written, indent=4) + "\n")

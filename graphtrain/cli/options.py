@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from graphtrain.cli.terminal import say
+
 if TYPE_CHECKING:
     from lowering.machine.target import Target
 
@@ -26,13 +28,29 @@ class Size(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class ConfigPath(click.Path):
+class LocalPath(click.Path):
+    """Path of a local file or directory; refuses URLs and names that no file can have."""
+
+    def __init__(self, **restrictions: bool) -> None:
+        super().__init__(path_type=Path, **restrictions)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from graphtrain.paths import check_local_path
+
+        try:
+            check_local_path(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class ConfigPath(LocalPath):
     """Path of a configuration file; a run directory stands for the config.toml in it."""
 
     name = "config"
 
     def __init__(self) -> None:
-        super().__init__(path_type=Path)
+        super().__init__()
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(str(super().convert(value, param, ctx)))
@@ -63,7 +81,7 @@ def make_cache_option(make: Callable[[Path], Any]) -> Callable:
     return click.option(
         "--cache",
         metavar="DIR",
-        type=click.Path(file_okay=False, path_type=Path),
+        type=LocalPath(file_okay=False),
         default=_default_root,
         show_default="$GRAPHTRAIN_CACHE, else ./cache",
         callback=lambda _context, _option, root: make(root),
@@ -145,7 +163,7 @@ def pull_requests(store: Any, requests: Iterable[Any]) -> None:
     from graphtrain.cache.exchange import pull_from_shared_cache
 
     digests = [request.digest for request in requests]
-    pull_from_shared_cache(store, digests, lambda line: click.echo(line, err=True))
+    pull_from_shared_cache(store, digests, lambda line: say(line))
 
 
 def is_rank_zero() -> bool:

@@ -15,6 +15,7 @@ from graphtrain.cli.options import (
     target_option,
 )
 from graphtrain.cli.plan_show import compile_or_estimate_option, console
+from graphtrain.cli.terminal import say
 
 
 @click.command("diff")
@@ -69,7 +70,7 @@ def diff(
         assessed = assess_all(programs, Cache(cache), observe, compile=ask_compiler)
     for name, assessment in assessed.items():
         if assessment.note:
-            click.echo(f"{name}: {assessment.note}", err=True)
+            say(f"{name}: {assessment.note}")
     plan_changes = differences(assessed["before"], assessed["after"])
     if as_json:
         click.echo(json.dumps([asdict(change) for change in plan_changes]))

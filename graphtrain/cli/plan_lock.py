@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from graphtrain.cli.options import (
+    LocalPath,
     cache_option,
     config_argument,
     overrides_option,
@@ -15,6 +16,7 @@ from graphtrain.cli.options import (
     write_file,
 )
 from graphtrain.cli.plan_show import compile_or_estimate_option
+from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
     from graphtrain.cost_model.assessment import Assessment
@@ -30,7 +32,7 @@ _DIFFERS = 5  # exit status
 @compile_or_estimate_option
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="FILE",
     help="File to write. [default: CONFIG with the suffix .plan]",
 )
@@ -60,7 +62,7 @@ def lock(
 @click.option(
     "--lock",
     "locked",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="FILE",
     help="Lock to compare with. [default: CONFIG with the suffix .plan]",
 )
@@ -89,7 +91,7 @@ def check(
         click.echo(f"{path} is up to date")
         return
     click.echo("\n".join(diff_lines))
-    click.echo(f"{path} differs; if the change is intended, run: graphtrain plan lock", err=True)
+    say(f"{path} differs; if the change is intended, run: graphtrain plan lock")
     sys.exit(_DIFFERS)
 
 
@@ -106,5 +108,5 @@ def _assess(
     with progress() as observe:
         assessment = assess(program, Cache(cache), observe, compile=ask_compiler)
     if assessment.note:
-        click.echo(f"remark: {assessment.note}", err=True)
+        say(f"remark: {assessment.note}")
     return assessment

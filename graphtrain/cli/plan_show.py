@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphtrain.cli.options import (
+    LocalPath,
     cache_option,
     config_argument,
     json_option,
@@ -16,6 +17,7 @@ from graphtrain.cli.options import (
     target_option,
     write_file,
 )
+from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
     from graphtrain.config.resolve import ResolvedProgram
@@ -57,20 +59,20 @@ compile_or_estimate_option = click.option(
 )
 @click.option(
     "--html",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="FILE",
     help="Also write the plan to FILE as an HTML page.",
 )
 @click.option(
     "--results",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="FILE",
     help="With --html: output of graphtrain plan search --json, to show on the page.",
 )
 @click.option(
     "--save-strategy",
     "strategy",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="FILE",
     help="Only write the sharding of every array to FILE, as JSON (.json) or in MindSpore's format "
     "(.ckpt); compiles nothing.",
@@ -111,7 +113,7 @@ def show(
         from graphtrain.checkpoints.strategy import save_strategy
 
         save_strategy(strategy, program)
-        click.echo(f"wrote {strategy}", err=True)
+        say(f"wrote {strategy}")
         return
     if pattern is not None and not as_json and html is None:
         _print_arrays(program, pattern)
@@ -196,9 +198,10 @@ def _print_json(plan_answer: "Answer", pattern: str | None) -> None:
 def _read_search_results(results: Path) -> list[dict[str, Any]]:
     """Return the strategies in the output of graphtrain plan search --json."""
     from graphtrain.errors import PlanError
+    from sharding_rules.documents import read_json
 
     try:
-        return json.loads(results.read_text())["strategies"]
+        return read_json(results)["strategies"]
     except OSError as error:
         raise PlanError(f"{results} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
@@ -211,4 +214,4 @@ def _write_page(
     from graphtrain.planning.page import render_page
 
     write_file(path, render_page(config.stem, plan_answer, search_results))
-    click.echo(f"wrote {path}", err=True)
+    say(f"wrote {path}")

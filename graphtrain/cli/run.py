@@ -18,6 +18,7 @@ from graphtrain.cli.options import (
     target_option,
 )
 from graphtrain.cli.run_progress import progress_reporter
+from graphtrain.cli.terminal import say
 from lowering.machine import startup
 
 _SIGNAL_STATUS = 128  # plus the signal number, the convention of shells
@@ -87,7 +88,7 @@ def _compile_missing(config: Path, program, store) -> None:
     missing = [task.label for task in tasks if not store.contains(task.request)]
     if not missing:
         return
-    click.echo(f"compiling missing graphs: {', '.join(missing)}", err=True)
+    say(f"compiling missing graphs: {', '.join(missing)}")
     with progress() as observe:
         report = compile_tasks(tasks, store, observe=observe)
     if report.count("failed") or report.count("bundled"):

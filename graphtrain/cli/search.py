@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from graphtrain.cli.options import (
+    LocalPath,
     cache_option,
     config_argument,
     json_option,
@@ -18,6 +19,7 @@ from graphtrain.cli.options import (
     write_file,
 )
 from graphtrain.cli.plan_show import DOES_NOT_FIT, console
+from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
     from graphtrain.config import Program
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=LocalPath(dir_okay=False),
     metavar="FILE",
     help="Write CONFIG with the settings of the best strategy to FILE.",
 )
@@ -97,7 +99,7 @@ def command(
     if output is not None:
         winner = replace(loaded, program=ranked[0].program.settings)
         write_file(output, render(winner))
-        click.echo(f"wrote {output}", err=True)
+        say(f"wrote {output}")
 
 
 def _print(program: "Program", result: "SearchResult", ranked: "Sequence[Candidate]") -> None:

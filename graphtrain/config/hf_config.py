@@ -1,11 +1,37 @@
 """Reader of the config.json of a Hugging Face model; imports neither transformers nor PyTorch."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
+
+from pydantic import Field
 
 from graphtrain.errors import ImportedModelError
+from graphtrain.validation import validate
+from sharding_rules.documents import DocumentError, read_object
+
+_Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_Layers = Annotated[int, Field(ge=0, le=10_000)]  # as program.model.layers
+
+
+class _HFConfig(TypedDict, total=False):
+    """Types of the entries of config.json that this project reads for many families."""
+
+    model_type: str | None
+    architectures: list[str] | None
+    num_hidden_layers: _Layers | None
+    n_layer: _Layers | None
+    num_layers: _Layers | None
+    hidden_size: _Count | None
+    num_attention_heads: _Count | None
+    intermediate_size: Any  # one for each layer in some families
+    vocab_size: _Count | None
+    max_position_embeddings: _Count | None
+    num_local_experts: _Count | None
+    num_experts: _Count | None
+    rope_parameters: dict[str, Any] | None
+    rope_scaling: dict[str, Any] | None
+    layer_types: list[str] | None
 
 
 def config_path(hf: str) -> Path:
@@ -22,19 +48,31 @@ def read_config(hf: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """
     path = config_path(hf)
     try:
-        config = json.loads(path.read_text())
+        config = read_config_json(path)
     except OSError as error:
         raise ImportedModelError(
             f'program.model.hf = "{hf}": {path} cannot be read ({error.strerror}); set it to a '
             "local folder that contains config.json, or to such a file; nothing is downloaded"
         ) from None
-    except ValueError as error:
-        raise ImportedModelError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(config, dict) or "model_type" not in config:
+    except DocumentError as error:
+        raise ImportedModelError(f"{path} cannot be used: {error}") from None
+    if "model_type" not in config:
         raise ImportedModelError(
             f"{path} has no model_type, so it is not the configuration of a transformers model"
         )
     return config | dict(overrides)
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """Read a config.json, and check the types of the entries that are common to many families.
+
+    Raises:
+        OSError: the file cannot be read.
+        DocumentError: it is not JSON, or an entry has an impossible value.
+    """
+    config = read_object(path)
+    validate(_HFConfig, config)
+    return config
 
 
 def vocab_size(hf: str, overrides: Mapping[str, Any]) -> int | None:

@@ -2,9 +2,9 @@
 
 import json
 import math
-import tomllib
 from collections.abc import Iterator, Sequence
 from datetime import date, time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from graphtrain.config.overrides import parse_overrides
 from graphtrain.config.presets import apply_preset
 from graphtrain.config.schema import Config
 from graphtrain.errors import ConfigError
+from sharding_rules.documents import MAX_TOML_BYTES, DocumentError, parse_toml, read_text
+
+_MAX_PROBLEMS = 50  # of one configuration that are reported
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), target: str | None = None) -> Config:
@@ -27,8 +30,8 @@ def load_config(path: Path, overrides: Sequence[str] = (), target: str | None = 
     changes = parse_overrides(overrides, target)
     text = _read(path)
     try:
-        document = tomllib.loads(text)
-    except ValueError as error:  # besides TOMLDecodeError: Python refuses numbers of 5000 digits
+        document = parse_toml(text)
+    except DocumentError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     blocked = [change for change in changes if not change.apply(document)]
     apply_preset(document)
@@ -47,25 +50,25 @@ def load_config(path: Path, overrides: Sequence[str] = (), target: str | None = 
         explain,
     )
 
-    raise ConfigError(
-        "\n".join(explain(ConfigSource(path, text, changes), document, errors, foreign))
-    )
+    problems = explain(ConfigSource(path, text, changes), document, errors, foreign)
+    shown = list(islice(problems, _MAX_PROBLEMS))
+    if next(problems, None) is not None:
+        shown.append(f"{path}: more problems; these are the first {_MAX_PROBLEMS}")
+    raise ConfigError("\n".join(shown))
 
 
 def _read(path: Path) -> str:
     try:
-        data = path.read_bytes()
+        return read_text(path, MAX_TOML_BYTES)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_close_by(path)}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a directory{_close_by(path / '_')}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        return data.decode("utf-8-sig")  # some editors write a byte order mark
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}:{line}: not UTF-8 text; save the file as UTF-8") from error
+    except DocumentError as error:
+        location = f"{path}:{error.line}" if error.line else f"{path}"
+        raise ConfigError(f"{location}: {error.reason}") from error
 
 
 def _close_by(path: Path) -> str:
@@ -77,7 +80,7 @@ def _close_by(path: Path) -> str:
     except OSError:
         return f"; {path.parent} is not a directory either" if not path.parent.is_dir() else ""
     stems = [name.removesuffix(".toml") for name in present]
-    if close := get_close_matches(path.name.removesuffix(".toml"), stems, n=1):
+    if close := get_close_matches(path.name[:100].removesuffix(".toml"), stems, n=1):
         return f"; did you mean {path.parent / close[0]}.toml?"
     return f"; in the same directory: {', '.join(present[:5])}" if present else ""
 

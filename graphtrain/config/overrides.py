@@ -1,6 +1,5 @@
 """Overrides from the command line: --set section.name=value."""
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, time
@@ -8,6 +7,9 @@ from typing import Any
 
 from graphtrain.config.lines import KeyPath
 from graphtrain.errors import ConfigError
+from sharding_rules.documents import MAX_DEPTH, DocumentError, parse_toml
+
+_LONGEST_FLAG = 200  # characters of a flag shown
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,17 @@ def parse_overrides(changes: Sequence[str], target: str | None) -> tuple[Overrid
         try:
             parsed.append(_parse(change))
         except ConfigError as error:
-            problems.append(f"--set {change}: {error}")
+            problems.append(f"{_flag(change)}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
     if target is not None:
-        parsed.append(Override(("program", "target"), target, f"--target {target}"))
+        parsed.append(Override(("program", "target"), target, f"--target {target[:_LONGEST_FLAG]}"))
     return tuple(parsed)
+
+
+def _flag(change: str) -> str:
+    """Return the flag for messages, shortened."""
+    return f"--set {change[:_LONGEST_FLAG]}{'...' if len(change) > _LONGEST_FLAG else ''}"
 
 
 def _parse(change: str) -> Override:
@@ -50,20 +57,22 @@ def _parse(change: str) -> Override:
     path = tuple(component.strip() for component in key.split("."))
     if not equals or not all(path):
         raise ConfigError("expected section.name=value, for example run.steps=10")
+    if len(path) > MAX_DEPTH:
+        raise ConfigError(f"the name has {len(path)} parts; {MAX_DEPTH} is the limit")
     if (
         change != change.encode(errors="replace").decode()
     ):  # bytes from the shell that are not UTF-8
         raise ConfigError("is not UTF-8 text")
     if not text.strip():
         raise ConfigError('has no value; write "" for an empty string')
-    return Override(path, _value(text.strip()), f"--set {change}")
+    return Override(path, _value(text.strip()), _flag(change))
 
 
 def _value(text: str) -> Any:
     """Parse a TOML value. Anything that is not valid TOML is a string: paths need no quotes."""
     try:
-        document = tomllib.loads(f"value = {text}")
-    except ValueError as error:  # besides TOMLDecodeError: Python refuses numbers of 5000 digits
+        document = parse_toml(f"value = {text}")
+    except DocumentError as error:
         if (
             text[0] in "\"'[{"
         ):  # meant as TOML; as a string it would fail later, with a less clear error

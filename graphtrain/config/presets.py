@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from graphtrain.errors import ConfigError
+from graphtrain.paths import check_local_path
+from sharding_rules.documents import read_toml
 
 _FILE = Path(__file__).with_name("presets.toml")
 
@@ -20,15 +21,15 @@ def preset_settings(preset: str) -> dict[str, Any]:
     """
     if preset.endswith(".toml"):
         return _settings_in(Path(preset))
-    presets = _read(_FILE)
+    presets = read_toml(_FILE)
     if preset not in presets:
-        close_matches = get_close_matches(preset, presets, n=3)
+        close_matches = get_close_matches(preset[:100], presets, n=3)
         hint = (
             f"did you mean {' or '.join(close_matches)}?"
             if close_matches
             else f"known: {', '.join(presets)}"
         )
-        raise ConfigError(f'program.model.preset = "{preset}": no such model; {hint}')
+        raise ConfigError(f'program.model.preset = "{preset[:100]}": no such model; {hint}')
     settings = dict(presets[preset])
     del settings["parameters"]
     if "like" in settings:
@@ -38,15 +39,23 @@ def preset_settings(preset: str) -> dict[str, Any]:
 
 def _settings_in(path: Path) -> dict[str, Any]:
     try:
-        return _read(path)["program"]["model"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f'program.model.preset = "{path}": the file has no [program.model] ({error})'
-        ) from error
+        return program_model_table(read_toml(Path(check_local_path(str(path)))))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f'program.model.preset = "{path}": {reason}') from error
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return tomllib.loads(path.read_text())
+def program_model_table(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the table [program.model] of a document.
+
+    Raises:
+        ValueError: it has none, or it is not a table.
+    """
+    program = document.get("program")
+    model = program.get("model") if isinstance(program, dict) else None
+    if not isinstance(model, dict):
+        raise ValueError("the file has no table [program.model]")
+    return model
 
 
 def apply_preset(document: dict[str, Any]) -> None:

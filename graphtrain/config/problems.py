@@ -15,8 +15,10 @@ from graphtrain.config.foreign_names import setting_for
 from graphtrain.config.lines import KeyPath, line_numbers
 from graphtrain.config.overrides import Override
 from graphtrain.config.render import dotted, toml
+from graphtrain.config.schema.types import WRONG_PATH
 from graphtrain.config.settings import holds_settings, known_settings, words
 
+_LONGEST_NAME = 200  # characters of a setting that may be misspelt
 _LONGEST_VALUE = 60  # characters of a value shown
 
 
@@ -65,8 +67,13 @@ def explain(
         suggested.add(suggestion)
         yield f"{location}: unknown setting {dotted(path)}; {hint}"
 
+    wrong_paths = by_type.get(WRONG_PATH, {})
+    for location, error in wrong_paths.items():
+        yield f"{_location_of(source, _setting(location))}: {error['msg']}"
     values = dict.fromkeys(sorted(foreign)) | by_type.get("value", {})
     for path, error in values.items():
+        if path in map(_setting, wrong_paths):  # the other branch of a union
+            continue
         if path in known_settings() and not _is_table_created_by_flag(source, path):
             yield _wrong_value(source, path, _look_up(document, path), _choices_of_branch(error))
     for path, error in by_type.get("value_error", {}).items():
@@ -78,7 +85,15 @@ def explain(
         yield f"{source.path}: {error['msg']}"
 
 
-_OWN_WORDS = {"unexpected_keyword_argument", "missing", "value_error", "json_invalid"}
+_OWN_WORDS = {"unexpected_keyword_argument", "missing", "value_error", "json_invalid", WRONG_PATH}
+
+
+def _location_of(source: ConfigSource, path: KeyPath) -> str:
+    """Return where a setting is set, and its name unless the flag says it."""
+    flag = source.flag(path)
+    if flag and flag.path == path:
+        return flag.flag
+    return f"{flag.flag if flag else source.location(source.line(path))}: {dotted(path)}"
 
 
 def _untagged(location: KeyPath) -> KeyPath:
@@ -134,7 +149,7 @@ def _suggestion(path: KeyPath) -> tuple[KeyPath, str]:
     """Return the setting that an unknown one most likely means, and a hint that names it."""
     if (setting := setting_for(path)) is not None:
         return setting, f"{path[-1]} is {dotted(setting)} in graphtrain"
-    if nearest := _nearest(path):
+    if len(".".join(path)) <= _LONGEST_NAME and (nearest := _nearest(path)):
         return nearest, f"did you mean {dotted(nearest)}?"
     return (), _choices(path[:-1])
 
@@ -189,13 +204,13 @@ def _wrong_value(source: ConfigSource, path: KeyPath, value: Any, accepted: str)
     if words(node) == "a string" and not isinstance(value, dict | list):
         quoted = toml(toml(value))
         requirement += f"; write {dotted(path)}='{quoted}'" if flag else f"; write {quoted}"
+    location = _location_of(source, path)
     if flag and flag.path == path:
-        return f"{flag.flag}: {requirement}"
+        return f"{location}: {requirement}"
     value_text = toml(value)
     if len(value_text) > _LONGEST_VALUE:
         value_text = value_text[:_LONGEST_VALUE] + "..."
-    location = flag.flag if flag else source.location(source.line(path))
-    return f"{location}: {dotted(path)} = {value_text}: {requirement}"
+    return f"{location} = {value_text}: {requirement}"
 
 
 def _failed_check(source: ConfigSource, table: KeyPath, message: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 from graphtrain.errors import LaunchError
 from graphtrain.launch.job import Job
+from sharding_rules.documents import read_json
 
 _JOBS = "jobs.json"
 _STATUS_SIGTERM = 143  # exit status of a graphtrain run that saved a checkpoint on SIGTERM
@@ -139,7 +140,7 @@ def status(directory: Path) -> dict[str, tuple[int, str]]:
             "graphtrain launch slurm"
         )
     try:
-        job_ids = {name: int(job_id) for name, job_id in json.loads(path.read_text()).items()}
+        job_ids = {name: int(job_id) for name, job_id in read_json(path).items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise LaunchError(f"{path} does not contain the ids of launched jobs: {error}") from None
     return {name: (job_id, _state(job_id)) for name, job_id in job_ids.items()}

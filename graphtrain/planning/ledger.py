@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from sharding_rules.documents import parse_json
+
 QUANTITIES = ("compile_seconds", "step_seconds", "peak_bytes")
 
 
@@ -76,7 +78,7 @@ def read(path: Path) -> list[LedgerEntry]:
 def _parse(line: str) -> LedgerEntry | None:
     """Parse a line; return None if it is truncated or written by another version."""
     try:
-        fields = json.loads(line)
+        fields = parse_json(line)
         predicted, measured = (Costs(**fields.pop(name)) for name in ("predicted", "measured"))
         return LedgerEntry(predicted=predicted, measured=measured, **fields)
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -32,6 +32,7 @@ from graphtrain.torch_frontend.silent_failures import likely_causes, user_code_e
 from graphtrain.torch_frontend.source import key_ingredients
 from graphtrain.torch_frontend.transformers_model import use_transformers_implementations
 from lowering.trees import unflatten
+from sharding_rules.documents import read_json
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import TorchModel
@@ -106,7 +107,7 @@ def stored_parity(model: TorchModel, store: Path) -> Parity | None:
 def _read(path: Path, names: Set[str]) -> dict[str, Any] | None:
     """Read a record; None if it is missing, unreadable, or has other keys than these."""
     try:
-        record = json.loads(path.read_text())
+        record = read_json(path)
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) and record.keys() == names else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from graphtrain.errors import ExtractionError
 from lowering.machine.target import Target
 from sharding_rules.axes import MESH_AXES
+from sharding_rules.documents import read_json
 from sharding_rules.mesh import MeshShape
 
 # Repeated in recorder.py, which cannot import graphtrain, nor be imported without torch-xla.
@@ -60,7 +60,7 @@ def read_extraction(directory: Path) -> Extraction:
     """
     file = directory / MANIFEST
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = read_json(file)
     except OSError as error:
         raise ExtractionError(
             f"no extracted graphs in {directory}: {MANIFEST}: {error.strerror}"

@@ -16,6 +16,7 @@ from graphtrain.config.schema import Adapter
 from graphtrain.errors import WeightsError
 from graphtrain.files import atomic_write, content_digest, write_errors
 from graphtrain.weights.sources import WeightSource
+from sharding_rules.documents import read_json
 
 _NAME = "base.json"
 
@@ -86,7 +87,7 @@ def recorded_folder(directory: Path) -> Path:
 def _read_record(directory: Path) -> dict[str, Any]:
     path = directory / _NAME
     try:
-        record = json.loads(path.read_text())
+        record = read_json(path)
         files = {name: dict(entry) for name, entry in record["files"].items()}
         return {"folder": str(record["folder"]), "files": files}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

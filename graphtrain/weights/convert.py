@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from graphtrain.config.hf_config import read_config_json
 from graphtrain.config.render import render_model
 from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import Model
@@ -36,6 +38,7 @@ from graphtrain.weights.files import DTYPE_CODES, WeightFiles, open_weight_files
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.sources import HF_FILES, checkpoint_step, stored_name
 from graphtrain.weights.writer import SafetensorsWriter
+from sharding_rules.documents import DocumentError
 
 Progress = Callable[
     [int, int], None
@@ -178,12 +181,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise WeightsError(f"{path} is not a JSON object of settings")
-    return config
+        return read_config_json(path)
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
+    except DocumentError as error:
+        raise WeightsError(f"{path} cannot be used: {error}") from error
 
 
 def _without_omitted_prefix(
@@ -286,9 +288,30 @@ def _write_config(
 def copy_hf_files(source: Path, destination: Path) -> None:
     """Copy all files except weights: configuration, tokenizer, chat template, code, licence."""
     destination.mkdir(exist_ok=True)
+    root = _real_root(source)
     for path in source.iterdir():
-        if path.is_file() and not _WEIGHTS.fullmatch(path.name):
-            shutil.copyfile(path, destination / path.name)
+        if _WEIGHTS.fullmatch(path.name) or not path.is_file():
+            continue
+        if not path.resolve().is_relative_to(root):
+            warnings.warn(
+                f"{path} is a link to a file outside {root} and is not copied; replace it by the "
+                "file if it belongs to the model",
+                stacklevel=2,
+            )
+            continue
+        shutil.copyfile(path, destination / path.name)
+
+
+def _real_root(source: Path) -> Path:
+    """Return the folder that the files of a Hugging Face folder may be in, links resolved.
+
+    In the cache of the hub, files are links from models--NAME/snapshots/COMMIT to
+    models--NAME/blobs; elsewhere, links must stay in the folder.
+    """
+    real = source.resolve()
+    repository = real.parent.parent
+    in_hub_cache = real.parent.name == "snapshots" and repository.name.startswith("models--")
+    return repository if in_hub_cache else real
 
 
 def summarize(

@@ -5,18 +5,19 @@ Arrays are read one at a time with plain reads, because pages of a mapped file c
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import ml_dtypes
 import numpy as np
 
 from graphtrain.errors import WeightsError
+from graphtrain.validation import validate
+from sharding_rules.documents import parse_object, read_object
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -26,6 +27,12 @@ DTYPES = {
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _TORCH = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _MOST_HEADER = 100 << 20  # bytes; the limit of the safetensors library
+
+
+class _Index(TypedDict):
+    """Index of several files of weights."""
+
+    weight_map: dict[str, str]  # file of each array
 
 
 class WeightFiles(Protocol):
@@ -105,7 +112,7 @@ def _entries(path: Path) -> dict[str, _Entry]:
             pass
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(length, _MOST_HEADER)))
+            header = parse_object(file.read(min(length, _MOST_HEADER)))
     except (OSError, SafetensorError, ValueError) as error:
         raise WeightsError(f"{path} is not a complete safetensors file: {error}") from error
     header.pop("__metadata__", None)
@@ -181,21 +188,36 @@ def _load_bin(path: Path) -> Mapping[str, Any]:
         raise WeightsError(
             f"{path}: .bin files need PyTorch; run: pip install 'graphtrain[bin]'"
         ) from None
-    import pickle
-
     try:
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # files from before PyTorch 1.6 cannot be mapped
             loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
-        raise WeightsError(f"{path} cannot be loaded with weights_only=True: {reason}") from error
+    except Exception as error:  # the unpickler interprets damaged bytes, and may raise anything
+        raise unloadable(path, error) from error
     if not isinstance(loaded, Mapping):
         raise WeightsError(
             f"{path} contains a {type(loaded).__name__} instead of a dict of tensors"
         )
     return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, torch.Tensor)}
+
+
+def unloadable(path: Path, error: Exception) -> WeightsError:
+    """Return the error for a file that PyTorch refuses or fails to load.
+
+    PyTorch's own message advises to load the file with weights_only=False, which runs its code.
+    """
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    cause = lines[0] if lines else type(error).__name__
+    for index, line in enumerate(lines[:-1]):
+        if line.endswith("WeightsUnpickler error: "):
+            cause = lines[index + 1]
+    if "weights_only" in cause:
+        cause = "it is not a pickle of tensors"
+    return WeightsError(
+        f"{path} cannot be loaded with weights_only=True: {cause.strip()[:200]}; it is damaged, or "
+        "contains objects that could run code. Get the file again, or the model as safetensors"
+    )
 
 
 def _supported_dtype(name: str, code: str) -> np.dtype:
@@ -234,11 +256,11 @@ def open_weight_files(
 
 def _indexed_files(index: Path) -> list[Path]:
     try:
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        files = sorted(set(validate(_Index, read_object(index))["weight_map"].values()))
+    except (OSError, ValueError) as error:
         raise WeightsError(f"{index} is not an index of weights: {error}") from error
     for name in files:
-        if Path(name).name != name:
+        if Path(name).name != name or "\0" in name:
             raise WeightsError(f"{index} lists {name}, which is outside its folder")
         if not (index.parent / name).is_file():
             raise WeightsError(f"{index} lists {name}, which does not exist")

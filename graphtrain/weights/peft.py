@@ -35,6 +35,7 @@ from graphtrain.weights.families.family import (
     to_hugging_face,
 )
 from graphtrain.weights.sources import RunCheckpoint
+from sharding_rules.documents import read_object
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -294,7 +295,7 @@ def _name_within_layer(module: str) -> str:
 def _read(directory: Path) -> dict[str, Any]:
     path = directory / _CONFIG
     try:
-        config = dict(json.loads(path.read_text()))
+        config = read_object(path)
     except (OSError, ValueError, TypeError) as error:
         raise WeightsError(f"{path} cannot be read: {error}") from error
     refused = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -11,12 +10,14 @@ from typing import Protocol
 import numpy as np
 from pydantic import TypeAdapter
 
+from graphtrain.config.presets import program_model_table
 from graphtrain.config.resolve import layer_rows, resolve
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import trained_arrays
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.files import SafetensorsFiles, open_weight_files
+from sharding_rules.documents import read_toml
 
 HF_FILES = "hugging_face"  # folder of Hugging Face files other than weights
 
@@ -183,7 +184,7 @@ def read_model(path: Path) -> Model:
         WeightsError: the file has no valid [program.model].
     """
     try:
-        table = tomllib.loads(path.read_text())["program"]["model"]
-        return TypeAdapter(Model).validate_json(json.dumps(table))
-    except (OSError, ValueError, KeyError) as error:
+        table = program_model_table(read_toml(path))
+        return TypeAdapter(Model).validate_json(json.dumps(table, default=str))
+    except (OSError, ValueError) as error:
         raise WeightsError(f"{path} has no valid [program.model]: {error}") from error

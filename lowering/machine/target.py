@@ -3,14 +3,16 @@
 import difflib
 import functools
 import math
-import tomllib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lowering.errors import LoweringError
 from lowering.machine import backends, gpu_memory, host
+from sharding_rules.documents import read_toml
 
+_SIZE = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)  # of one dimension of a topology
 CHIPS_PER_HOST = 4  # on a TPU
 _TOPOLOGIES = Path(__file__).parent / "topologies.toml"
 
@@ -30,6 +32,7 @@ class Target:
             LoweringError: unknown machine or impossible topology; the message says what is valid.
         """
         machine, colon, sizes = name.partition(":")
+        machine = machine[:100]  # no machine has a longer name
         if machine != "cpu" and _specification(machine) is None:
             machine_names = machines()
             close_matches = difflib.get_close_matches(machine, machine_names, n=1)
@@ -48,9 +51,10 @@ class Target:
             )
             raise LoweringError(f"unknown target machine {machine!r}; {hint}")
         parts = (sizes if colon else "1").split("x")
-        if not all(size.isascii() and size.isdigit() and int(size) for size in parts):
+        if not all(_SIZE.fullmatch(size) for size in parts) or len(parts) > 3:
             raise LoweringError(
-                f"target {name!r}: devices must be positive integers, as in cpu:8 or v5p:4x4x4"
+                f"target {name[:100]!r}: devices must be positive integers below a million, as in "
+                "cpu:8 or v5p:4x4x4"
             )
         target = cls(machine, tuple(int(size) for size in parts))
         if problem := target._problem():
@@ -179,4 +183,4 @@ def _specification(machine: str) -> dict[str, Any] | None:
 
 @functools.cache
 def _topologies() -> dict[str, Any]:
-    return tomllib.loads(_TOPOLOGIES.read_text())
+    return read_toml(_TOPOLOGIES)

@@ -6,6 +6,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from graphtrain.config.schema.types import (
+    MAX_LAYERS,
     STRICT,
     DropoutRate,
     NotNegativeFloat,
@@ -85,7 +86,7 @@ class RopeScaling:
 class Model:
     """A decoder-only transformer. Defaults are Llama's; GPT-2 is a choice of the settings."""
 
-    layers: Positive  # number of transformer blocks
+    layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]  # number of transformer blocks
     embed: Positive  # width of the residual stream (hidden size)
     heads: Positive  # number of query heads
     kv_heads: Positive | None = None  # number of key and value heads; unset: as many as heads

@@ -13,7 +13,7 @@ from graphtrain.config.schema.mesh import Mesh, PipelineSettings
 from graphtrain.config.schema.model import Model
 from graphtrain.config.schema.optimizer import Optimizer
 from graphtrain.config.schema.torch_model import TorchModel, is_imported
-from graphtrain.config.schema.types import STRICT
+from graphtrain.config.schema.types import STRICT, LocalPath
 from sharding_rules.errors import ShardingError
 from sharding_rules.pipeline import Stages, check_microbatches, divide_layers
 
@@ -40,7 +40,7 @@ class Program:
 
     target: str = "cpu:1"  # machine to compile for, for example cpu:8, h100:64 or v5p:4x4x4
     # Presets or .toml files. A strategy whose mesh axis has size 1 has no effect.
-    rules: tuple[str, ...] = (
+    rules: tuple[LocalPath, ...] = (
         "data",
         "fsdp",
         "pipeline",

@@ -7,6 +7,7 @@ from pydantic.dataclasses import dataclass
 
 from graphtrain.config.schema.types import (
     STRICT,
+    LocalPath,
     NotNegative,
     NotNegativeFloat,
     Positive,
@@ -22,7 +23,7 @@ Packing = Literal["concat", "best_fit", "pad"]
 class BlendPart:
     """One dataset of a blend, with either a weight or epochs."""
 
-    dataset: str  # path of the dataset, without .bin and .idx
+    dataset: LocalPath  # path of the dataset, without .bin and .idx
     weight: PositiveFloat | None = None  # share of the sequences, relative to the other weights
     epochs: PositiveFloat | None = None  # passes over the dataset, relative to the other epochs
 
@@ -35,8 +36,8 @@ class BlendPart:
 class Data:
     """Datasets made by `graphtrain data prepare`, without their .bin and .idx."""
 
-    train: str | Annotated[tuple[BlendPart, ...], Field(min_length=1)]  # a dataset, or a blend
-    validation: str | None = None  # validation dataset; unset: no evaluation
+    train: LocalPath | Annotated[tuple[BlendPart, ...], Field(min_length=1)]  # dataset or blend
+    validation: LocalPath | None = None  # validation dataset; unset: no evaluation
     packing: Packing | None = None  # unset: concat for text, best_fit or pad for conversations
     overlong: Literal["error", "truncate", "drop"] = "error"  # documents longer than seq_len
 
@@ -65,12 +66,12 @@ class LearningRate:
 class Run:
     """Everything that does not change compiled code; changing it compiles nothing."""
 
-    directory: Annotated[str, Field(min_length=1)]  # for checkpoints, metrics and config.toml
+    directory: Annotated[LocalPath, Field(min_length=1)]  # for checkpoints, metrics and config.toml
     steps: Positive  # training steps
     data: Data
     learning_rate: LearningRate = LearningRate()
-    init_from: str | None = None  # initial weights: a converted folder, or the directory of a run
-    init_adapter_from: str | None = None  # initial adapter: a PEFT folder; needs [program.adapter]
+    init_from: LocalPath | None = None  # initial weights: a converted folder or a run's directory
+    init_adapter_from: LocalPath | None = None  # initial adapter: a PEFT folder; needs adapter
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of initial weights and of the data order
     report_every: Positive = 10  # steps between reports of metrics
     save_every: Positive = 1000  # steps between checkpoints; the last step is always saved

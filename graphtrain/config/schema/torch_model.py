@@ -8,7 +8,7 @@ from typing_extensions import TypeIs
 
 from graphtrain.config.hf_config import vocab_size
 from graphtrain.config.schema.model import AttentionImplementation, Model
-from graphtrain.config.schema.types import STRICT, Positive, set_derived_defaults
+from graphtrain.config.schema.types import STRICT, LocalPath, Positive, set_derived_defaults
 from graphtrain.errors import ImportedModelError
 
 Plain = str | bool | int | float | list[str | bool | int | float]
@@ -22,7 +22,7 @@ class TorchModel:
     """A PyTorch or Hugging Face model, traced as it is."""
 
     torch: str | None = None  # "module:factory" or "file.py:factory" that returns a torch.nn.Module
-    hf: str | None = None  # folder with a config.json of transformers, or such a file
+    hf: LocalPath | None = None  # folder with a config.json of transformers, or such a file
     overrides: Overrides = _EMPTY  # replace settings of config.json; with torch: factory arguments
     vocab: Positive | None = None  # rows of the embedding; with hf, unset: as in config.json
     axes: dict[str, tuple[str, ...]] = _EMPTY  # array axes by weight name: "*.wq.weight"; "": none

@@ -2,9 +2,14 @@
 
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from graphtrain.paths import check_local_path
 
 STRICT = ConfigDict(extra="forbid", strict=True)
+
+MAX_LAYERS = 10_000  # plans, pipelines and weights handle layers one by one
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -12,6 +17,17 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
 DropoutRate = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _local_path(path: str) -> str:
+    try:
+        return check_local_path(path)
+    except ValueError as error:
+        raise PydanticCustomError(WRONG_PATH, "{reason}", {"reason": str(error)}) from None
+
+
+WRONG_PATH = "wrong_path"  # type of the errors of a LocalPath
+LocalPath = Annotated[str, AfterValidator(_local_path)]  # of a file or directory; no URL
 
 
 def set_derived_defaults(settings: object, **defaults: Any) -> None:

@@ -12,6 +12,8 @@ from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
 from graphtrain.files import atomic_write, content_digest
+from graphtrain.validation import validate
+from sharding_rules.documents import read_object
 
 _SUMMARY_TOKENS = 256  # tokens of the first document shown in a summary
 
@@ -19,6 +21,8 @@ _SUMMARY_TOKENS = 256  # tokens of the first document shown in a summary
 @dataclass(frozen=True, kw_only=True)
 class ConversationSettings:
     """Settings that a dataset of conversations was made with, and the size of its loss mask."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     template: str  # name
     template_digest: str
@@ -41,6 +45,8 @@ class ConversationSettings:
 @dataclass(frozen=True, kw_only=True)
 class DatasetDescription:
     """Tokenizer, size and digests of a dataset."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     tokenizer: str  # kind, for example sentencepiece
     tokenizer_digest: str
@@ -72,13 +78,10 @@ def read_description(prefix: str | Path) -> DatasetDescription | None:
     """
     path = Path(f"{prefix}.json")
     try:
-        fields = json.loads(path.read_text())
-        if (conversations := fields.get("conversations")) is not None:
-            fields["conversations"] = ConversationSettings(**conversations)
-        return DatasetDescription(**fields)
+        return validate(DatasetDescription, read_object(path))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: not the description of a dataset ({error})") from None
 
 

@@ -127,7 +127,8 @@ class Template:
         if any(mark in message["content"] for message in messages for mark in (_BEGIN, _END)):
             raise _TemplateError("contains U+FDD0 or U+FDD1, which are not Unicode characters")
         try:
-            return _compiled(self.text).render(
+            return _rendered(
+                self.text,
                 messages=list(messages),
                 tools=conversation.tools,
                 documents=None,
@@ -203,13 +204,25 @@ def _read_template(path: Path) -> str:
 
 
 def _check(template: Template) -> None:
+    _environment()  # raises if jinja2 is not installed
     from jinja2 import TemplateSyntaxError
 
+    from graphtrain.data.prepare.template_limits import MAX_TEMPLATE_CHARACTERS
+
+    if len(template.text) > MAX_TEMPLATE_CHARACTERS:
+        raise DataError(
+            f"--template {template.name[:200]}: longer than {MAX_TEMPLATE_CHARACTERS} characters, "
+            "the limit"
+        )
     try:
         _compiled(template.text)
     except TemplateSyntaxError as error:
         raise DataError(
             f"--template {template.name}: line {error.lineno}: {error.message}"
+        ) from None
+    except Exception as error:  # of Python, for templates that are nested too deeply
+        raise DataError(
+            f"--template {template.name}: cannot be compiled ({type(error).__name__}: {error})"
         ) from None
 
 
@@ -224,9 +237,21 @@ def _strip_generation_marks(rendered: str) -> tuple[str, list[tuple[int, int]]]:
     return "".join(segments), spans
 
 
+def _rendered(template: str, **variables: Any) -> str:
+    from graphtrain.data.prepare.template_limits import limits
+
+    compiled = _compiled(template)
+    with limits(template, variables):
+        return compiled.render(**variables)
+
+
 @lru_cache
 def _compiled(text: str) -> Any:
-    return _environment().from_string(text)
+    environment = _environment()
+    from graphtrain.data.prepare.template_limits import limits
+
+    with limits(text):  # the compiler computes constants
+        return environment.from_string(text)
 
 
 @lru_cache
@@ -238,7 +263,8 @@ def _environment() -> Any:
     try:
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        from graphtrain.data.prepare.template_limits import LimitedEnvironment
     except ModuleNotFoundError:
         raise DataError("chat templates need jinja2; pip install 'graphtrain[data]'") from None
 
@@ -255,7 +281,7 @@ def _environment() -> Any:
         def _mark(self, caller: Any) -> str:
             return _BEGIN + caller() + _END
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
 
@@ -266,4 +292,5 @@ def _environment() -> Any:
     environment.filters["tojson"] = lambda value, **options: json.dumps(
         value, ensure_ascii=False, **options
     )
+    environment.limit_filters()
     return environment

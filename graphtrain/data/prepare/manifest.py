@@ -11,6 +11,7 @@ from graphtrain.data.readers.corpus import Corpus
 from graphtrain.data.readers.json_lines import open_file
 from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.files import atomic_write, content_digest
+from sharding_rules.documents import read_json
 
 _FORMAT = 2  # version of the output of prepare; increase it when equal requests give other files
 _TRAINED_PREFIX = "sentencepiece:"
@@ -82,8 +83,8 @@ def remove_manifest(directory: Path) -> None:
 def is_up_to_date(directory: Path, request: PrepareRequest) -> bool:
     """Return True if the directory contains all files that the request would make."""
     try:
-        record = json.loads((directory / "manifest.json").read_text())
-        saved_request, lengths = record["request"], record["files"]
+        record = read_json(directory / "manifest.json")
+        saved_request, lengths = record["request"], dict(record["files"])
     except (OSError, ValueError, KeyError, TypeError):
         return False  # absent or damaged: prepare everything again
     if saved_request != json.loads(json.dumps(asdict(request))):

@@ -11,6 +11,7 @@ from graphtrain.data.indexed.writer import WrittenCounts
 from graphtrain.data.readers.corpus import CORPUS_START, CorpusPosition
 from graphtrain.data.readers.records import FilePosition
 from graphtrain.files import atomic_write
+from sharding_rules.documents import read_json
 
 _DIRECTORY = ".unfinished"
 
@@ -51,7 +52,7 @@ def write_progress(directory: Path, progress: PrepareProgress) -> None:
 def read_progress(directory: Path, request: Mapping[str, Any]) -> PrepareProgress | None:
     """Return the saved progress of a request; None if there is none for this request."""
     try:
-        record = json.loads((resume_folder(directory) / "progress.json").read_text())
+        record = read_json(resume_folder(directory) / "progress.json")
         if record["request"] != json.loads(json.dumps(request)):
             return None
         file, file_position, documents = record["position"]
@@ -62,7 +63,7 @@ def read_progress(directory: Path, request: Mapping[str, Any]) -> PrepareProgres
             CorpusPosition(file, FilePosition(*file_position), documents),
             written and {name: WrittenCounts(*counts) for name, counts in written.items()},
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # absent or damaged: start from the beginning
 
 

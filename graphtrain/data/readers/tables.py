@@ -1,12 +1,12 @@
 """Reading of tables: parquet files, and Arrow files in folders saved by `datasets`."""
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from graphtrain.data.readers.records import FilePosition, LocatedRecord, RecordGroup, group_records
 from graphtrain.errors import DataError
+from sharding_rules.documents import read_json
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
 _ROWS = 256  # rows read at a time
@@ -45,12 +45,12 @@ def arrow_files(folder: Path) -> list[Path]:
     state, splits = folder / "state.json", folder / "dataset_dict.json"
     try:
         if splits.is_file():
-            names = json.loads(splits.read_text())["splits"]
+            names = read_json(splits)["splits"]
             raise DataError(
                 f"{folder}: contains the splits {', '.join(names)}; name one of them, for example "
                 f"{folder / names[0]}"
             )
-        files = json.loads(state.read_text())["_data_files"]
+        files = read_json(state)["_data_files"]
         return [folder / file["filename"] for file in files]
     except FileNotFoundError:
         raise DataError(

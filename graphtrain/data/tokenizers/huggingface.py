@@ -14,6 +14,7 @@ from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE, chat_template_of_
 from graphtrain.data.tokenizers.word_cache import GPT2_WORDS_PATTERN, WordCache, splits_like_gpt2
 from graphtrain.errors import DataError
 from graphtrain.files import atomic_write
+from sharding_rules.documents import DocumentError, parse_object
 
 # Files next to tokenizer.json: special tokens by role, and the chat template.
 COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
@@ -231,12 +232,9 @@ def _end_of_sequence(companion: bytes, name: str) -> str | None:
 
 def _companion(content: bytes, name: str) -> dict[str, Any]:
     try:
-        config = json.loads(content)
-    except ValueError as error:
-        raise DataError(f"{name}: not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise DataError(f"{name}: not a JSON object")
-    return config
+        return parse_object(content)
+    except DocumentError as error:
+        raise DataError(f"{name}: not JSON of a tokenizer ({error})") from None
 
 
 def _load(definition: bytes, name: str) -> Any:

@@ -1,6 +1,5 @@
 """Interface of tokenizers: text to token ids and back, with a digest that identifies each."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -8,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from graphtrain.data.tokenizers.offsets import TokensWithOffsets
+from sharding_rules.documents import parse_object
 
 CHAT_TEMPLATE = "chat_template.jinja"  # file next to a tokenizer
 
@@ -72,7 +72,7 @@ def chat_template_of_config(config: bytes | str) -> str | None:
     Raises:
         ValueError, TypeError, KeyError, AttributeError: `config` is not a tokenizer_config.json.
     """
-    template = json.loads(config).get("chat_template")
+    template = parse_object(config).get("chat_template")
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}.get("default")
     return template

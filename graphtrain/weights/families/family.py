@@ -82,11 +82,13 @@ class Family:
             WeightsError: the decoder does not support a setting, or a required one is missing.
         """
         settings = dict(self.fixed_settings)
-        for setting in self.settings:
-            settings |= setting.read(config)
         try:
+            for setting in self.settings:
+                settings |= setting.read(config)
             return Model(**settings)
-        except ValueError as error:
+        except KeyError as error:
+            raise WeightsError(f"config.json: {error} is missing") from error
+        except (ValueError, TypeError, AttributeError) as error:  # also entries of other types
             raise WeightsError(f"config.json does not describe a valid model: {error}") from error
 
     def config_from_model(self, model: Model) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.errors import WeightsError
+from graphtrain.weights.files import unloadable
 
 
 class Placeholder:
@@ -96,18 +97,7 @@ def _load(path: Path, load: Callable[[Any], Any], globals_path: Path | None = No
         with serialization.safe_globals([*allowed_globals, *placeholder_globals]):  # type: ignore[list-item]
             return load(torch)
     except Exception as error:  # a damaged file can raise any exception
-        raise WeightsError(
-            f"{path} cannot be loaded with weights_only=True: {_reason(error)}"
-        ) from error
-
-
-def _reason(error: Exception) -> str:
-    """Return the line with the cause; PyTorch's message begins with advice to disable safety."""
-    lines = str(error).strip().splitlines() or [repr(error)]
-    cause_indices = [
-        i + 2 for i, line in enumerate(lines) if line.endswith("WeightsUnpickler error: ")
-    ]
-    return lines[cause_indices[0]] if cause_indices and cause_indices[0] < len(lines) else lines[0]
+        raise unloadable(path, error) from error
 
 
 def _placeholder_class(name: str) -> type:

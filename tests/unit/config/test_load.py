@@ -147,7 +147,8 @@ def test_every_problem_is_reported_at_once_with_its_line(file):
     )
     assert found == [
         "a.toml:16: unknown setting run.seq_lne; did you mean program.batch.seq_len?",
-        'a.toml:2: program.model.layers = "two": should be a whole number, at least 1',
+        'a.toml:2: program.model.layers = "two": should be a whole number, at least 1, at most '
+        "10000",
         "a.toml:6: program.model.tie_word_embeddings = 1: should be true or false",
         "a.toml:15: run.steps = 10.5: should be a whole number, at least 1",
         "a.toml:9: program.batch: global_batch_size = 4 is not a multiple of microbatches = 3",
@@ -257,7 +258,7 @@ def test_what_is_missing(file):
             "unknown setting program.batch.seq_len.x; did you mean program.batch.seq_len?",
         ),
         ("run.seed.x=1", "unknown setting run.seed.x; did you mean run.seed?"),
-        ("program.model.layers=two", "should be a whole number, at least 1"),
+        ("program.model.layers=two", "should be a whole number, at least 1, at most 10000"),
         ("program.mesh.fsdp=0", 'should be a whole number, at least 1, or "rest"'),
         ("run.directory=2024", "should be a string; write run.directory='\"2024\"'"),
         (
