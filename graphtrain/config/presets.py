@@ -42,7 +42,9 @@ def _settings_in(path: Path) -> dict[str, Any]:
         return program_model_table(read_toml(Path(check_local_path(str(path)))))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f'program.model.preset = "{path}": {reason}') from error
+        raise ConfigError(
+            f'program.model.preset = "{path}": the file has no [program.model] ({reason})'
+        ) from error
 
 
 def program_model_table(document: dict[str, Any]) -> dict[str, Any]:

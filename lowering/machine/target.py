@@ -53,8 +53,8 @@ class Target:
         parts = (sizes if colon else "1").split("x")
         if not all(_SIZE.fullmatch(size) for size in parts) or len(parts) > 3:
             raise LoweringError(
-                f"target {name[:100]!r}: devices must be positive integers below a million, as in "
-                "cpu:8 or v5p:4x4x4"
+                f"target {name[:100]!r}: devices must be positive integers, as in cpu:8 "
+                "or v5p:4x4x4, each below a million"
             )
         target = cls(machine, tuple(int(size) for size in parts))
         if problem := target._problem():

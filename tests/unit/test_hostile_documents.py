@@ -136,7 +136,6 @@ def command(*words, **options):
         ["plan", "a.toml", "--set", "run.x\x1b]0;title\x07=1"],
         ["plan", "a.toml", "--no\x1b[2Jsuch"],
         ["no\x1b[2Jsuch"],
-        ["plan", "gs://\x1b[2J"],
     ],
 )
 def test_a_message_contains_no_escape_sequence(words, tmp_path):
