@@ -35,7 +35,7 @@ def configs(draw):
     mesh = draw(st.tuples(st.just("rest") | count, count, count).flatmap(st.permutations))
     steps = draw(count)
     model = Model(
-        layers=draw(count),
+        layers=draw(st.integers(1, 10_000)),
         embed=draw(count),
         heads=heads * groups,
         kv_heads=heads,
