@@ -156,6 +156,12 @@ def tokenizer(output: Path, kind: str, vocab: int, special: tuple[str, ...], **c
     "VOCAB.json,MERGES.txt, or a directory with one of these.",
 )
 @click.option(
+    "--bos/--no-bos",
+    default=None,
+    help="Begin each document with the beginning-of-sequence token. [default: as the "
+    "tokenizer does by itself]",
+)
+@click.option(
     "--eod/--no-eod",
     "append_eod",
     default=True,
@@ -211,6 +217,12 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
     "or every token.",
 )
 @click.option(
+    "--bos/--no-bos",
+    default=None,
+    help="Begin each document with the beginning-of-sequence token. [default: as the "
+    "chat template does]",
+)
+@click.option(
     "--eod-token", "eod", help="Token that ends an answer. [default: the tokenizer's own]"
 )
 @click.option(
@@ -231,6 +243,11 @@ def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings:
     _print_splits(datasets, output, _conversations)
     if datasets.skipped_records:
         say(f"{datasets.skipped_records} records without an answer were skipped")
+    if datasets.missing_bos:
+        say(
+            "the chat template does not write the beginning-of-sequence token that the tokenizer "
+            "puts before a text; documents begin without it, as in transformers (--bos adds it)"
+        )
     if datasets.spelled_out:
         say(
             f"the tokenizer has no token for {', '.join(datasets.spelled_out)} of the chat "

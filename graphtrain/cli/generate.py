@@ -51,6 +51,12 @@ if TYPE_CHECKING:
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the sampling."
 )
+@click.option(
+    "--bos/--no-bos",
+    default=None,
+    help="Begin the prompt with the beginning-of-sequence token. [default: as the documents of "
+    "run.data.train begin; without them, as the tokenizer does by itself]",
+)
 @click.option("--step", type=click.IntRange(0), help="Step of the checkpoint. [default: the last]")
 @target_option
 @overrides_option
@@ -64,6 +70,7 @@ def command(
     top_k: int | None,
     top_p: float | None,
     seed: int,
+    bos: bool | None,
     step: int | None,
     target: str | None,
     overrides: Sequence[str],
@@ -81,7 +88,7 @@ def command(
     from graphtrain.cli.compile import progress
     from graphtrain.config import load_config
     from graphtrain.config.resolve import resolve
-    from graphtrain.run.generate import Generator, Sampling
+    from graphtrain.run.generate import Generator, Sampling, encode_prompt
 
     try:
         prompt.encode()
@@ -89,22 +96,52 @@ def command(
         raise click.BadParameter("the prompt is not UTF-8 text", param_hint="PROMPT") from None
     settings = load_config(config, overrides, target)
     tokenizer = _tokenizer(settings)
+    prefix = _prompt_prefix(settings, tokenizer, bos)
+    prompt_tokens = encode_prompt(tokenizer, prompt, prefix)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     program = resolve(settings.program)
     with progress() as observe:
         generator = Generator(program, settings.run, Cache(cache), observe, step)
-    prompt_tokens = tokenizer.encode(prompt)
     generated_tokens: list[int] = []
     for token in generator.tokens(prompt_tokens, tokens, sampling, tokenizer.vocab):
         if token == tokenizer.eod:
             break
         generated_tokens.append(token)
-    text = tokenizer.decode([*prompt_tokens, *generated_tokens])
+    text = tokenizer.decode([*prompt_tokens[len(prefix) :], *generated_tokens])
     click.echo(
         json.dumps({"prompt": prompt_tokens, "tokens": generated_tokens, "text": text})
         if as_json
         else text
     )
+
+
+def _prompt_prefix(config: "Config", tokenizer: "Tokenizer", bos: bool | None) -> tuple[int, ...]:
+    """Return the token ids that begin a prompt: as asked, else as the training documents begin.
+
+    Raises:
+        DataError: BOS is required, and the tokenizer has none.
+    """
+    from graphtrain.data.indexed.description import read_description
+    from graphtrain.data.tokenizers.special_tokens import document_prefix
+
+    if bos is not None:
+        return document_prefix(tokenizer, bos)
+    descriptions = map(read_description, _train_prefixes(config))
+    beginnings = list(dict.fromkeys(entry.bos for entry in descriptions if entry))
+    if len(beginnings) > 1:
+        click.echo(
+            "only some datasets of run.data.train begin documents with the beginning-of-sequence "
+            f"token; the prompt begins {'with' if beginnings[0] else 'without'} it, as in the "
+            "first of them (choose with --bos or --no-bos)",
+            err=True,
+        )
+    return beginnings[0] if beginnings else tokenizer.prefix
+
+
+def _train_prefixes(config: "Config") -> list[str]:
+    """Return the path prefixes of the training datasets."""
+    train = config.run.data.train
+    return [train] if isinstance(train, str) else [entry.dataset for entry in train]
 
 
 def _tokenizer(config: "Config") -> "Tokenizer":
@@ -124,8 +161,7 @@ def _tokenizer(config: "Config") -> "Tokenizer":
     for folder in folders:
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             return load_tokenizer(folder)
-    train = config.run.data.train
-    for prefix in [train] if isinstance(train, str) else [entry.dataset for entry in train]:
+    for prefix in _train_prefixes(config):
         if (tokenizer := dataset_tokenizer(prefix)) is not None:
             return tokenizer
     raise DataError(

@@ -17,6 +17,7 @@ from graphtrain.compile.request_keys import request_keys
 from graphtrain.compile.tasks import Observer, Task
 from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import Batch, Loss, Optimizer, PipelineSettings, Run
+from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import GraphtrainError, TrainingError
 from graphtrain.run.programs import LoadedPrograms
 from lowering.trees import Tree, flatten, unflatten
@@ -65,6 +66,12 @@ def sample_token(scores: np.ndarray, sampling: Sampling, random: np.random.Gener
         count = int(np.searchsorted(np.cumsum(shares), sampling.top_p)) + 1
         best, shares = best[:count], shares[:count] / shares[:count].sum()
     return int(random.choice(best, p=shares))
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str, prefix: tuple[int, ...]) -> list[int]:
+    """Return the token ids of a prompt, which begins with the prefix (BOS) once."""
+    tokens = tokenizer.encode(prompt)
+    return tokens if tuple(tokens[: len(prefix)]) == prefix else [*prefix, *tokens]
 
 
 def generation_program(program: ResolvedProgram) -> ResolvedProgram:

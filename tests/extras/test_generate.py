@@ -1,10 +1,12 @@
 """What generate writes is what transformers writes with the same weights, token for token."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from click.testing import CliRunner
@@ -14,6 +16,8 @@ from graphtrain.cli.generate import command
 from graphtrain.config import render
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Adapter, Batch, Config, Data, Mesh, Program, Run
+from graphtrain.data.prepare.text import prepare
+from graphtrain.data.tokenizers.huggingface import train_bpe
 from graphtrain.errors import GraphtrainError
 from graphtrain.run.generate import Generator, Sampling, generation_program, sample_token
 from graphtrain.weights.convert import import_hugging_face
@@ -140,6 +144,39 @@ def test_a_pipeline_is_refused_and_the_batch_is_one_for_each_copy(tmp_path):
         GraphtrainError, match=r"does not support pipeline.*program\.mesh\.stage = 2"
     ):
         generation_program(resolve(staged))
+
+
+def test_a_prompt_begins_as_the_documents_of_its_data(cache, tmp_path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    train_bpe(["the fox"], 257).save(folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (tmp_path / "corpus.jsonl").write_text('{"text": "the fox"}')
+    config = config_of(tmp_path, LLAMA, data=8)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+
+    def prompt(bos: bool | None, *arguments: str) -> dict:
+        """The prompt's ids, of a run on data that was prepared with --bos, --no-bos or neither."""
+        data = str(tmp_path / f"data-{bos}")
+        prepare([tmp_path / "corpus.jsonl"], data, str(folder), bos=bos, validation=0)
+        run = dataclasses.replace(config.run, data=Data(train=f"{data}/train"))
+        (tmp_path / "c.toml").write_text(render(Config(program=config.program, run=run)))
+        command_line = [str(tmp_path / "c.toml"), "the fox", "--tokens", "1", "--json"]
+        command_line += ["--cache", str(cache.root), *arguments]
+        result = CliRunner().invoke(command, command_line)
+        assert result.exit_code == 0, result.exception
+        answer = json.loads(result.stdout)
+        assert answer["text"].startswith("the fox")
+        return answer["prompt"]
+
+    plain = theirs("the fox", add_special_tokens=False).input_ids
+    assert prompt(None) == theirs("the fox").input_ids == [0, *plain]
+    assert prompt(False) == prompt(None, "--no-bos") == plain
+    assert prompt(False, "--bos") == [0, *plain]
 
 
 def test_without_a_tokenizer_it_says_where_one_could_be(tmp_path):

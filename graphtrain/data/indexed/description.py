@@ -55,6 +55,7 @@ class DatasetDescription:
     eod: int | None  # id of the token that ends every document; None: there is none
     documents: int
     tokens: int
+    bos: tuple[int, ...] = ()  # ids that begin every document: BOS; empty: there are none
     digests: dict[str, str] | None = None  # of the .bin and the .idx, by suffix
     conversations: ConversationSettings | None = None  # None: plain text
 
@@ -83,6 +84,22 @@ def read_description(prefix: str | Path) -> DatasetDescription | None:
         return None
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not the description of a dataset ({error})") from None
+
+
+def without_prefix(dataset: IndexedDataset, prefix: tuple[int, ...]) -> np.ndarray:
+    """Return the indices of the documents that are not empty and do not begin with these ids."""
+    starts, sizes = dataset.document_offsets[:-1], np.diff(dataset.document_offsets)
+    mismatched = np.zeros(len(starts), bool)
+    for index, token in enumerate(prefix):
+        mismatched[sizes == index] = True
+        long = np.flatnonzero(sizes > index)
+        mismatched[long] |= dataset.tokens[starts[long] + index] != token
+    return np.flatnonzero(mismatched & (sizes > 0))
+
+
+def all_begin_with(dataset: IndexedDataset, prefix: tuple[int, ...]) -> bool:
+    """Return True if all documents of a dataset begin with these token ids."""
+    return not len(without_prefix(dataset, prefix))
 
 
 def dataset_tokenizer(prefix: str | Path) -> Tokenizer | None:
@@ -121,6 +138,7 @@ def summary(prefix: str | Path) -> dict[str, int | str | bool | None]:
         "dtype": dataset.dtype.name,
         "tokenizer": description.tokenizer if description else None,
         "vocab": description.vocab if description else None,
+        "bos": ", ".join(map(str, description.bos)) or None if description else None,
         "eod": description.eod if description else None,
         "longest": int(np.diff(dataset.document_offsets).max()),
         **(_conversation_summary(conversations) if conversations else {}),

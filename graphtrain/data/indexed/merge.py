@@ -67,6 +67,7 @@ def merge(prefixes: Sequence[str | Path], output: str | Path) -> DatasetDescript
         tokenizer_digest=description.tokenizer_digest,
         tokenizer_file=tokenizer_files[0] if tokenizer_files else None,
         vocab=description.vocab,
+        bos=description.bos,
         eod=description.eod,
         documents=writer.documents,
         tokens=writer.token_count,
@@ -100,11 +101,12 @@ def _check(
                 "both with the same settings"
             )
         described = [entry for entry in (descriptions[0], description) if entry is not None]
-        tokenizers = {(entry.tokenizer_digest, entry.eod) for entry in described}
+        tokenizers = {(entry.tokenizer_digest, entry.bos, entry.eod) for entry in described}
         if len(tokenizers) > 1:
             raise DataError(
                 f"{dataset.prefix} and {first.prefix} were made with different tokenizers or "
-                "end-of-document tokens; prepare both with the same settings"
+                "end-of-document tokens, or only one with a beginning-of-sequence token; prepare "
+                "both with the same settings"
             )
 
 

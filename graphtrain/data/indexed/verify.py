@@ -10,6 +10,7 @@ from graphtrain.data.indexed.description import (
     dataset_tokenizer,
     file_digests,
     read_description,
+    without_prefix,
 )
 from graphtrain.data.indexed.loss_spans import LossSpans, loss_spans_prefix
 from graphtrain.errors import DataError
@@ -22,7 +23,7 @@ def verify(prefix: str | Path, vocab: int | None = None) -> dict[str, int]:
 
     Checks that the index is consistent and agrees with the .bin, and that all tokens are in the
     vocabulary. If the dataset has a description, also checks its sizes, digests, tokenizer file
-    and the end-of-document token of each document.
+    and the beginning-of-sequence and end-of-document tokens of each document.
 
     Args:
         prefix: Path prefix of the dataset.
@@ -63,6 +64,14 @@ def _check_description(dataset: IndexedDataset, description: DatasetDescription)
             raise DataError(
                 f"{prefix}.json: records {recorded} {name}, but the dataset has {actual}"
             )
+    if len(mismatched := without_prefix(dataset, description.bos)):
+        document = int(mismatched[0])
+        first = int(dataset.document_offsets[document])
+        raise DataError(
+            f"{prefix}.bin: byte {first * dataset.dtype.itemsize}: document {document} begins "
+            f"with token {dataset.tokens[first]}, not with the beginning-of-sequence token "
+            f"{', '.join(map(str, description.bos))}"
+        )
     if description.eod is not None:
         _check_ends(dataset, description.eod)
     _check_digests(prefix, prefix, description.digests)

@@ -43,15 +43,29 @@ class TextEncoder:
     tokenizer: Tokenizer
     corpus: Corpus
     append_eod: bool
+    prefix: tuple[int, ...] = ()  # token ids that begin every document: BOS
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         documents = self.tokenizer.encode_batch(self.corpus.texts(chunk))
+        if self.prefix:
+            begin = np.array(self.prefix, np.int32)
+            documents = [
+                tokens
+                if not len(tokens) or begins_with(tokens, self.prefix)
+                else np.concatenate([begin, tokens])
+                for tokens in documents
+            ]
         if self.append_eod:
             assert self.tokenizer.eod is not None
             end = np.array([self.tokenizer.eod], np.int32)
             documents = [np.append(tokens, end) if len(tokens) else tokens for tokens in documents]
         sizes = np.array([len(tokens) for tokens in documents])
         return EncodedChunk(chunk, np.concatenate(documents).astype(np.int32), sizes)
+
+
+def begins_with(tokens: np.ndarray, prefix: tuple[int, ...]) -> bool:
+    """Return True if a document begins with these token ids; with none, always."""
+    return tuple(tokens[: len(prefix)].tolist()) == prefix
 
 
 def encode_chunks(

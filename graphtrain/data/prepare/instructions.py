@@ -19,11 +19,12 @@ from graphtrain.data.prepare.chat_templates import (
     split_special_tokens,
 )
 from graphtrain.data.prepare.conversations import read_conversations
-from graphtrain.data.prepare.encode import ChunkEncoder, EncodedChunk
+from graphtrain.data.prepare.encode import ChunkEncoder, EncodedChunk, begins_with
 from graphtrain.data.prepare.text import Preparation, PrepareResult, ProgressCallback
 from graphtrain.data.readers.corpus import Chunk, Corpus
 from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE, Tokenizer
+from graphtrain.data.tokenizers.special_tokens import document_prefix
 from graphtrain.errors import DataError
 from graphtrain.files import atomic_write
 
@@ -33,6 +34,7 @@ class InstructResult(PrepareResult):
     """Result of `instruct`: the datasets in a directory."""
 
     spelled_out: tuple[str, ...] = ()  # special tokens of the template that the tokenizer lacks
+    missing_bos: bool = False  # documents lack the BOS that the tokenizer puts before a text
 
 
 def instruct(
@@ -43,6 +45,7 @@ def instruct(
     template: str = "own",
     format: str = "auto",
     train_on: TrainOn = "answers",
+    bos: bool | None = None,
     eod: str | None = None,
     workers: int | None = None,
     report: ProgressCallback = lambda stage, fraction: None,
@@ -60,6 +63,8 @@ def instruct(
         template: A name that `find_template` accepts.
         format: One of FORMATS, or auto to detect the format of each record by its keys.
         train_on: Train on all answers, on the last of each conversation, or on every token.
+        bos: Begin every document with the beginning-of-sequence token, once. None: if the template
+            writes it, as apply_chat_template of transformers.
         eod: Text of the end-of-document token. None: the tokenizer's own.
         workers: Worker processes. None: chosen by the size of the text and the number of cores.
         report: Called with the current stage and its completed fraction.
@@ -77,8 +82,9 @@ def instruct(
     loaded_tokenizer = load_tokenizer(tokenizer, eod)
     chat_template = find_template(template, loaded_tokenizer)
     encoder = InstructionEncoder(
-        chat_template, format, train_on, _is_preference_corpus(files, format)
+        chat_template, format, train_on, _is_preference_corpus(files, format), bos
     )
+    encoder.prefix(loaded_tokenizer)  # raises if --bos is given and there is no such token
     if encoder.pairs and train_on == "all":
         raise DataError(
             "--train-on all does not apply to preference pairs, where only the answers are "
@@ -86,10 +92,12 @@ def instruct(
             "omit --train-on"
         )
     identity = format, encoder.conversations.template_digest, train_on
-    request = manifest.PrepareRequest.from_corpus(files, tokenizer, False, eod, identity)
+    request = manifest.PrepareRequest.from_corpus(files, tokenizer, bos, False, eod, identity)
     result = Preparation(Path(output), files, encoder, workers, report).run(request, tokenizer)
     return InstructResult(
-        **vars(result), spelled_out=tuple(split_special_tokens(chat_template, loaded_tokenizer))
+        **vars(result),
+        spelled_out=tuple(split_special_tokens(chat_template, loaded_tokenizer)),
+        missing_bos=bos is None and bool(loaded_tokenizer.prefix) and not result.train.bos,
     )
 
 
@@ -101,7 +109,13 @@ class InstructionEncoder:
     format: str
     train_on: TrainOn
     pairs: bool
+    bos: bool | None = None  # None: as the template
     append_eod = False  # the template ends the answers
+
+    def prefix(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return the tokenizer's BOS, whether or not the template or --bos writes it."""
+        has_bos = bool(tokenizer.prefix) or tokenizer.bos is not None
+        return document_prefix(tokenizer, True if has_bos or self.bos else None)
 
     @property
     def documents(self) -> int:
@@ -144,9 +158,10 @@ class ConversationEncoder:
         documents, learned = [], []
         encoded = self.tokenizer.encode_with_offsets([document.text for document in rendered])
         for document, tokens in zip(rendered, encoded, strict=True):
-            spans = tokens.spans(document.spans)
-            documents.append(tokens.tokens if spans else tokens.tokens[:0])
-            learned.append(np.array(spans, np.int32).reshape(-1))
+            spans = np.array(tokens.spans(document.spans), np.int32).reshape(-1)
+            with_bos, spans = self._begin(tokens.tokens, spans)
+            documents.append(with_bos if len(spans) else with_bos[:0])
+            learned.append(spans)
         if self.making.pairs:
             _drop_incomplete_pairs(documents, learned)
         return EncodedChunk(
@@ -156,6 +171,15 @@ class ConversationEncoder:
             np.concatenate(learned),
             np.array(list(map(len, learned))),
         )
+
+    def _begin(self, tokens: np.ndarray, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Add or remove BOS before the text of the template, as --bos and --no-bos ask."""
+        bos, prefix = self.making.bos, self.making.prefix(self.tokenizer)
+        if bos is None or not prefix or begins_with(tokens, prefix) == bos:
+            return tokens, spans
+        if bos:
+            return np.concatenate([np.array(prefix, np.int32), tokens]), spans + len(prefix)
+        return tokens[len(prefix) :], np.maximum(spans - len(prefix), 0)
 
     def _rendered(self, record: Any, location: str) -> list[Rendered]:
         conversations = read_conversations(record, self.making.format, location)

@@ -33,6 +33,7 @@ class PrepareRequest:
     test: float
     seed: int
     conversations: tuple[str, ...] | None = None  # format, template digest, --train-on
+    bos: bool | None = None  # None: as the tokenizer does by itself
     format: int = _FORMAT
 
     @classmethod
@@ -40,6 +41,7 @@ class PrepareRequest:
         cls,
         corpus: Corpus,
         tokenizer: str,
+        bos: bool | None,
         append_eod: bool,
         eod: str | None,
         conversations: tuple[str, ...] | None = None,
@@ -55,6 +57,7 @@ class PrepareRequest:
             inputs=tuple(content_digest(path) for path in corpus.paths),
             endings=tuple("".join(path.suffixes[-2:]) for path in corpus.paths),
             tokenizer=_tokenizer_identity(tokenizer, eod),
+            bos=bos,
             eod=eod,
             append_eod=append_eod,
             keys=corpus.keys,
@@ -84,7 +87,8 @@ def is_up_to_date(directory: Path, request: PrepareRequest) -> bool:
     """Return True if the directory contains all files that the request would make."""
     try:
         record = read_json(directory / "manifest.json")
-        saved_request, lengths = record["request"], dict(record["files"])
+        saved_request = {"bos": None} | record["request"]  # older manifests omit bos
+        lengths = dict(record["files"])
     except (OSError, ValueError, KeyError, TypeError):
         return False  # absent or damaged: prepare everything again
     if saved_request != json.loads(json.dumps(asdict(request))):
@@ -97,4 +101,5 @@ def _tokenizer_identity(spec: str, eod: str | None) -> str:
     if spec.startswith(_TRAINED_PREFIX):
         return f"{spec} by {importlib.metadata.version('sentencepiece')}"
     tokenizer = load_tokenizer(spec, eod)  # the end token may come from a companion file
-    return f"{tokenizer.digest}, documents end with {tokenizer.eod}"
+    begin = f", begin with {tokenizer.prefix}" if tokenizer.prefix else ""
+    return f"{tokenizer.digest}, documents end with {tokenizer.eod}{begin}"

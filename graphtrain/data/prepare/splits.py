@@ -8,10 +8,11 @@ from types import TracebackType
 
 import numpy as np
 
-from graphtrain.data.indexed.dataset import HEADER, dataset_paths, token_dtype
+from graphtrain.data.indexed.dataset import HEADER, IndexedDataset, dataset_paths, token_dtype
 from graphtrain.data.indexed.description import (
     ConversationSettings,
     DatasetDescription,
+    all_begin_with,
     file_digests,
     write_description,
 )
@@ -22,6 +23,7 @@ from graphtrain.data.prepare.encode import EncodedChunk
 from graphtrain.data.prepare.progress import PrepareProgress, remove_progress, write_progress
 from graphtrain.data.readers.corpus import Corpus
 from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE, Tokenizer
+from graphtrain.data.tokenizers.special_tokens import TOKENIZER_CONFIG
 from graphtrain.errors import DataError
 from graphtrain.files import partial_path
 
@@ -139,26 +141,38 @@ class SplitWriters:
             stale_endings = _ENDINGS if name not in self._all else ("json",)
             for ending in stale_endings:
                 (self._directory / f"{name}.{ending}").unlink(missing_ok=True)
-        (self._directory / CHAT_TEMPLATE).unlink(missing_ok=True)
+        for name in (CHAT_TEMPLATE, TOKENIZER_CONFIG):  # of another tokenizer
+            (self._directory / name).unlink(missing_ok=True)
 
     def describe(
-        self, append_eod: bool, conversations: ConversationSettings | None = None
+        self,
+        prefix: tuple[int, ...],
+        append_eod: bool,
+        conversations: ConversationSettings | None = None,
     ) -> list[str]:
-        """Write tokenizer and descriptions next to finished datasets; return all file names."""
+        """Write tokenizer and descriptions next to finished datasets; return all file names.
+
+        Args:
+            prefix: BOS; recorded for a dataset if all of its documents begin with it.
+            append_eod: Whether all documents end with the end-of-document token.
+            conversations: Settings of the conversations. None: plain text.
+        """
         tokenizer_files = self._tokenizer.save(self._directory)
         for name, writer in self._writers.items():
+            path = self._directory / name
             description = DatasetDescription(
                 tokenizer=self._tokenizer.kind,
                 tokenizer_digest=self._tokenizer.digest,
                 tokenizer_file=tokenizer_files[0] if tokenizer_files else None,
                 vocab=self._tokenizer.vocab,
+                bos=prefix if all_begin_with(IndexedDataset(path), prefix) else (),
                 eod=self._tokenizer.eod if append_eod else None,
                 documents=writer.documents,
                 tokens=writer.token_count,
-                digests=file_digests(self._directory / name),
-                conversations=conversations and conversations.of(self._directory / name),
+                digests=file_digests(path),
+                conversations=conversations and conversations.of(path),
             )
-            write_description(self._directory / name, description)
+            write_description(path, description)
         files = [f"{name}.{ending}" for name in self._all for ending in _ENDINGS[:2]]
         return [*files, *(f"{name}.json" for name in self._writers), *tokenizer_files]
 

@@ -29,6 +29,7 @@ from graphtrain.data.readers.records import TextDocument
 from graphtrain.data.tokenizers.byte import ByteTokenizer
 from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.protocol import Tokenizer
+from graphtrain.data.tokenizers.special_tokens import document_prefix
 from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
 from lowering.machine import host
@@ -62,6 +63,7 @@ def prepare(
     keys: Sequence[str] = ("text",),
     clean: Sequence[str] = (),
     text_document: TextDocument = "paragraph",
+    bos: bool | None = None,
     append_eod: bool = True,
     eod: str | None = None,
     validation: float = 0.05,
@@ -84,6 +86,8 @@ def prepare(
         keys: Keys or columns that contain the text; several are joined by a blank line.
         clean: Cleaning hooks, MODULE:FUNCTION, applied in order.
         text_document: Unit of a .txt file that becomes one document.
+        bos: Begin every document with the beginning-of-sequence token. None: as the tokenizer
+            does by itself.
         append_eod: End every document with the end-of-document token.
         eod: Text of the end-of-document token. None: the tokenizer's own.
         validation: Fraction of the documents held out for validation.
@@ -105,8 +109,9 @@ def prepare(
         test=test,
         seed=seed,
     )
-    request = manifest.PrepareRequest.from_corpus(corpus, tokenizer, append_eod, eod)
-    preparation = Preparation(Path(output), corpus, TextConverter(append_eod), workers, report)
+    request = manifest.PrepareRequest.from_corpus(corpus, tokenizer, bos, append_eod, eod)
+    converter = TextConverter(append_eod, bos)
+    preparation = Preparation(Path(output), corpus, converter, workers, report)
     return preparation.run(request, tokenizer)
 
 
@@ -121,6 +126,10 @@ class RecordEncoder(Protocol):
     @property
     def append_eod(self) -> bool:
         """True if every document ends with the end-of-document token."""
+        ...
+
+    def prefix(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return the token ids that begin the documents: BOS, if they have one."""
         ...
 
     @property
@@ -142,8 +151,12 @@ class TextConverter:
     """Plain text: each record becomes one document."""
 
     append_eod: bool
+    bos: bool | None = None  # None: as the tokenizer does by itself
     documents = 1
     conversations = None
+
+    def prefix(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        return document_prefix(tokenizer, self.bos)
 
     def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> ChunkEncoder:
         if self.append_eod and tokenizer.eod is None:
@@ -151,7 +164,7 @@ class TextConverter:
                 "the tokenizer has no end-of-document token; name one with --eod-token, choose "
                 "another tokenizer, or pass --no-eod"
             )
-        return TextEncoder(tokenizer, corpus, self.append_eod)
+        return TextEncoder(tokenizer, corpus, self.append_eod, self.prefix(tokenizer))
 
     def save(self, directory: Path) -> tuple[str, ...]:
         return ()
@@ -211,7 +224,8 @@ class Preparation:
             self._left_out = records - splits.documents // self._making.documents
             splits.complete()
         self._report("writing", 1.0)
-        files = splits.describe(self._making.append_eod, conversations)
+        prefix = self._making.prefix(tokenizer)
+        files = splits.describe(prefix, self._making.append_eod, conversations)
         return [*files, *self._making.save(self.directory)]
 
     @contextlib.contextmanager

@@ -19,6 +19,8 @@ class ByteTokenizer:
     kind = "bytes"
     vocab = 257
     eod = 256
+    bos = None
+    prefix = ()
     digest = "bytes"
     chat_template = None
     special: Mapping[str, str] = {"eos_token": "<|endoftext|>"}

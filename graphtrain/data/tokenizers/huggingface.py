@@ -11,13 +11,17 @@ import numpy as np
 
 from graphtrain.data.tokenizers.offsets import TokensWithOffsets
 from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE, chat_template_of_config
+from graphtrain.data.tokenizers.special_tokens import (
+    TOKENIZER_CONFIG,
+    added_bos,
+    read_companion,
+)
 from graphtrain.data.tokenizers.word_cache import GPT2_WORDS_PATTERN, WordCache, splits_like_gpt2
 from graphtrain.errors import DataError
 from graphtrain.files import atomic_write
-from sharding_rules.documents import DocumentError, parse_object
 
 # Files next to tokenizer.json: special tokens by role, and the chat template.
-COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
+COMPANION_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
 _TOKENIZER_JSON = "tokenizer.json"
 # End-of-document tokens, if no companion file names one: GPT-2, Llama 3, Gemma, Llama.
 _EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
@@ -26,7 +30,9 @@ _EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
 class HuggingFaceTokenizer:
     """Tokenizer of a tokenizer.json; companion files are copied unchanged when it is saved.
 
-    Text is encoded without adding special tokens. A special token spelled out in the text becomes
+    Text is encoded without adding special tokens; `prefix` has those that the post-processor puts
+    before a text. Their settings in tokenizer_config.json (add_bos_token) do not count next to a
+    tokenizer.json, as in transformers 5. A special token spelled out in the text becomes
     that token, as always with this library.
 
     Args:
@@ -58,6 +64,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         token_ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab: int = max(token_ids, default=-1) + 1  # token ids may have gaps
+        self.prefix, self._suffix = _tokens_of_post_processor(self._tokenizer)
         self.eod: int | None = self._eod(eod)
         is_gpt2_split = splits_like_gpt2(json.loads(self._tokenizer.to_str()))
         self._words = WordCache(GPT2_WORDS_PATTERN, self._encode) if is_gpt2_split else None
@@ -84,10 +91,15 @@ class HuggingFaceTokenizer:
         return results
 
     @property
+    def bos(self) -> int | None:
+        token = self.special.get("bos_token")
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    @property
     def special(self) -> Mapping[str, str]:
         special: dict[str, str] = {}
         for name in COMPANION_FILES[1::-1]:  # tokenizer_config.json takes precedence
-            for role, token in _companion(self._companions.get(name, b"{}"), name).items():
+            for role, token in read_companion(self._companions.get(name, b"{}"), name).items():
                 text = token.get("content") if isinstance(token, dict) else token
                 if role.endswith("_token") and isinstance(text, str):
                     special[role] = text
@@ -102,7 +114,7 @@ class HuggingFaceTokenizer:
             return (
                 template_file.decode()
                 if template_file
-                else chat_template_of_config(self._companions.get(COMPANION_FILES[0], b"{}"))
+                else chat_template_of_config(self._companions.get(TOKENIZER_CONFIG, b"{}"))
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{self._name}: cannot read its chat template ({error})") from None
@@ -129,6 +141,8 @@ class HuggingFaceTokenizer:
                     f"{self._name}: has no token {eod_text!r}; name another one with --eod-token"
                 )
             return token_id
+        if self._suffix:
+            return self._suffix[-1]
         configured_tokens = [
             _end_of_sequence(self._companions[name], name)
             for name in COMPANION_FILES[:2]
@@ -138,6 +152,18 @@ class HuggingFaceTokenizer:
             if (token_id := self._tokenizer.token_to_id(token)) is not None:
                 return token_id
         return None
+
+
+def _tokens_of_post_processor(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that a post-processor puts before and after a text."""
+    if not tokenizer.num_special_tokens_to_add(is_pair=False):
+        return (), ()
+    for probe in ("a", "1", "."):  # a vocabulary may lack one of them
+        mask = tokenizer.encode(probe).special_tokens_mask
+        if 0 in mask:
+            ids, last = tokenizer.encode(probe).ids, len(mask) - mask[::-1].index(0)
+            return tuple(ids[: mask.index(0)]), tuple(ids[last:])
+    return (), ()
 
 
 def _unpickle(
@@ -166,7 +192,7 @@ def read_gpt2(vocab: Path, merges: Path, eod: str | None = None) -> HuggingFaceT
     Source: Radford et al. 2019, section 2.2; the file format of Hugging Face's GPT2Tokenizer
     """
     _import(str(vocab))
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     for path in (vocab, merges):
         _read(path)
@@ -179,6 +205,12 @@ def read_gpt2(vocab: Path, merges: Path, eod: str | None = None) -> HuggingFaceT
     tokenizer.decoder = decoders.ByteLevel()
     special = [AddedToken(token, normalized=False) for token in _EOD_TOKENS if token in table]
     tokenizer.add_special_tokens(special)
+    config_path = vocab.parent / TOKENIZER_CONFIG
+    config = _read(config_path) if config_path.is_file() else b"{}"
+    if (bos := added_bos(config, str(config_path), _EOD_TOKENS[0])) in table:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, table[bos])]
+        )
     return HuggingFaceTokenizer(tokenizer.to_str().encode(), str(vocab), eod=eod)
 
 
@@ -215,7 +247,7 @@ def train_bpe(
     tokenizer.train_from_iterator(_pieces(texts), trainer)
     # AutoTokenizer of transformers requires this companion file.
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokens[0]}
-    companions = {COMPANION_FILES[0]: (json.dumps(config, indent=2) + "\n").encode()}
+    companions = {TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
     return HuggingFaceTokenizer(tokenizer.to_str().encode(), companions=companions)
 
 
@@ -226,15 +258,8 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _end_of_sequence(companion: bytes, name: str) -> str | None:
-    token = _companion(companion, name).get("eos_token")
+    token = read_companion(companion, name).get("eos_token")
     return token.get("content") if isinstance(token, dict) else token
-
-
-def _companion(content: bytes, name: str) -> dict[str, Any]:
-    try:
-        return parse_object(content)
-    except DocumentError as error:
-        raise DataError(f"{name}: not JSON of a tokenizer ({error})") from None
 
 
 def _load(definition: bytes, name: str) -> Any:

@@ -6,6 +6,7 @@ from graphtrain.data.tokenizers.byte import ByteTokenizer
 from graphtrain.data.tokenizers.huggingface import read_gpt2, read_huggingface
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from graphtrain.data.tokenizers.special_tokens import TOKENIZER_CONFIG
 from graphtrain.errors import DataError
 
 
@@ -30,8 +31,10 @@ def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
     if path.is_dir():
         path = _tokenizer_in_folder(path)
     if path.suffix == ".model":
+        config = path.parent / TOKENIZER_CONFIG
         try:
-            return SentencePieceTokenizer(path.read_bytes(), str(path), eod)
+            config_bytes = config.read_bytes() if config.is_file() else None
+            return SentencePieceTokenizer(path.read_bytes(), str(path), eod, config_bytes)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from None
     vocab, comma, merges = str(path).partition(",")

@@ -31,6 +31,16 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def bos(self) -> int | None:
+        """Id of the beginning-of-sequence token, if the tokenizer names one."""
+        ...
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """Ids that the tokenizer puts before a text by itself, as transformers does: its BOS."""
+        ...
+
+    @property
     def digest(self) -> str:
         """Digest of the tokenizer; equal digests give equal token ids for equal text."""
         ...

@@ -14,6 +14,7 @@ from graphtrain.data.tokenizers.offsets import (
     character_offsets,
     encode_with_special_tokens,
 )
+from graphtrain.data.tokenizers.special_tokens import TOKENIZER_CONFIG, added_bos
 from graphtrain.data.tokenizers.word_cache import (
     WORD_PARTS_PATTERN,
     WORDS_PATTERN,
@@ -27,6 +28,15 @@ from graphtrain.files import atomic_write
 class SentencePieceTokenizer:
     """Sentencepiece model; `eod` is its end-of-sentence piece, unless another is named.
 
+    A model adds no token to a text, as in transformers 5, unless a tokenizer_config.json next to it
+    sets add_bos_token.
+
+    Args:
+        model: Content of the model file.
+        name: Path for error messages.
+        eod: Text of the end-of-document piece. None: the model's own.
+        config: Content of the tokenizer_config.json, which is copied when the tokenizer is saved.
+
     Raises:
         DataError: the bytes are not a sentencepiece model, or it has no piece `eod`.
     """
@@ -34,10 +44,16 @@ class SentencePieceTokenizer:
     kind = "sentencepiece"
     chat_template = None  # a template file next to the model must be named by its path
 
-    def __init__(self, model: bytes, name: str = "tokenizer.model", eod: str | None = None) -> None:
+    def __init__(
+        self,
+        model: bytes,
+        name: str = "tokenizer.model",
+        eod: str | None = None,
+        config: bytes | None = None,
+    ) -> None:
         import sentencepiece
 
-        self._model, self._name, self._end = model, name, eod
+        self._model, self._name, self._end, self._config = model, name, eod, config
         self._processor: Any = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(model)
@@ -51,10 +67,24 @@ class SentencePieceTokenizer:
         ):  # unknown pieces map to <unk>
             raise DataError(f"{name}: has no piece {eod!r}; name another one with --eod-token")
         self.eod: int | None = end if end >= 0 else None
+        begin = self._processor.bos_id()
+        self.bos: int | None = begin if begin >= 0 else None
+        self.prefix = self._prefix()
         self.digest = hashlib.sha256(model).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SentencePieceTokenizer, (self._model, self._name, self._end)
+        return SentencePieceTokenizer, (self._model, self._name, self._end, self._config)
+
+    def _prefix(self) -> tuple[int, ...]:
+        """Return the BOS that the tokenizer_config.json adds, if it is a piece of the model."""
+        if self._config is None or self.bos is None:
+            return ()
+        piece = added_bos(
+            self._config, TOKENIZER_CONFIG, default=self._processor.id_to_piece(self.bos)
+        )
+        token_id = self.bos if piece is None else self._processor.piece_to_id(piece)
+        is_piece = piece is not None and self._processor.id_to_piece(token_id) == piece
+        return (token_id,) if is_piece else ()
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
@@ -120,7 +150,10 @@ class SentencePieceTokenizer:
         return self._processor.decode([int(token) for token in tokens])
 
     def save(self, directory: Path) -> tuple[str, ...]:
-        path = directory / "tokenizer.model"
-        with atomic_write(path) as file:
-            file.write(self._model)
-        return (path.name,)
+        files = {"tokenizer.model": self._model}
+        if self._config is not None:
+            files[TOKENIZER_CONFIG] = self._config
+        for name, content in files.items():
+            with atomic_write(directory / name) as file:
+                file.write(content)
+        return tuple(files)

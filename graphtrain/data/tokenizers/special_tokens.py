@@ -1,0 +1,67 @@
+"""Tokens that begin a document: those that a tokenizer adds, and those of --bos and --no-bos.
+
+BOS is written as transformers writes it: by the post-processor of tokenizer.json, else by
+add_bos_token of tokenizer_config.json.
+"""
+
+from typing import Any
+
+from graphtrain.data.tokenizers.protocol import Tokenizer
+from graphtrain.errors import DataError
+from sharding_rules.documents import DocumentError, parse_object
+
+TOKENIZER_CONFIG = "tokenizer_config.json"  # file next to a tokenizer
+
+
+def document_prefix(tokenizer: Tokenizer, bos: bool | None) -> tuple[int, ...]:
+    """Return the token ids that begin a document or a prompt.
+
+    Args:
+        tokenizer: The tokenizer.
+        bos: Begin with the beginning-of-sequence token. None: if the tokenizer does so by itself.
+
+    Raises:
+        DataError: the token is required, and the tokenizer has none.
+    """
+    if bos is None or (bos and tokenizer.prefix):
+        return tokenizer.prefix
+    if not bos:
+        return ()
+    if tokenizer.bos is None:
+        raise DataError(
+            "the tokenizer has no beginning-of-sequence token; omit --bos, or name the token as "
+            f"bos_token in its {TOKENIZER_CONFIG}"
+        )
+    return (tokenizer.bos,)
+
+
+def added_bos(config: bytes, name: str, default: str) -> str | None:
+    """Return the token that add_bos_token of a tokenizer_config.json puts before a text, if any.
+
+    Applies to tokenizers without a tokenizer.json, whose post-processor would decide.
+
+    Args:
+        config: Content of the tokenizer_config.json.
+        name: Path for error messages.
+        default: BOS of a tokenizer whose config names none.
+
+    Raises:
+        DataError: `config` is not a JSON object.
+    """
+    fields = read_companion(config, name)
+    if fields.get("add_bos_token") is not True:
+        return None
+    token = fields.get("bos_token") or default
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def read_companion(content: bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON file next to a tokenizer.
+
+    Raises:
+        DataError: the content is not a JSON object.
+    """
+    try:
+        return parse_object(content)
+    except DocumentError as error:
+        raise DataError(f"{name}: not JSON of a tokenizer ({error})") from None
