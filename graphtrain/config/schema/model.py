@@ -54,32 +54,55 @@ class MixtureOfExperts:
 class RopeScaling:
     """Scaling of the rotary angles of a model that was extended to longer sequences.
 
-    Source: linear: Chen et al. 2023, https://arxiv.org/abs/2306.15595; llama3: the function
-    apply_scaling of https://github.com/meta-llama/llama-models, models/llama3/model.py
+    Source: linear: Chen et al. 2023, https://arxiv.org/abs/2306.15595; dynamic: NTK-aware scaling,
+    and yarn: Peng et al. 2023, https://arxiv.org/abs/2309.00071; longrope: Ding et al. 2024,
+    https://arxiv.org/abs/2402.13753; llama3: the function apply_scaling of
+    https://github.com/meta-llama/llama-models, models/llama3/model.py. All as transformers.
     """
 
-    kind: Literal["linear", "llama3"]  # linear scales all angles; llama3 those of long wavelengths
-    factor: PositiveFloat  # divisor of the angles
+    kind: Literal["linear", "dynamic", "yarn", "longrope", "llama3"]  # which angles are scaled
+    factor: PositiveFloat  # how many times longer sequences are; divisor of scaled angles
     low_freq_factor: PositiveFloat | None = None  # llama3: fewer turns than this are scaled fully
     high_freq_factor: PositiveFloat | None = None  # llama3: more turns than this are not scaled
-    original_max_position_embeddings: Positive | None = None  # llama3: tokens before the extension
+    original_max_position_embeddings: Positive | None = None  # tokens before the extension
+    attention_factor: PositiveFloat | None = None  # yarn, longrope: of sines; unset: from factor
+    beta_fast: PositiveFloat | None = None  # yarn: more turns are not scaled; unset: 32
+    beta_slow: PositiveFloat | None = None  # yarn: fewer turns are scaled fully; unset: 1
+    mscale: PositiveFloat | None = None  # yarn: numerator of attention_factor (DeepSeek)
+    mscale_all_dim: PositiveFloat | None = None  # yarn: denominator of attention_factor (DeepSeek)
+    truncate: bool | None = None  # yarn: round the range of scaled angles; unset: true
+    short_factor: tuple[PositiveFloat, ...] | None = None  # longrope: divisors up to the original
+    long_factor: tuple[PositiveFloat, ...] | None = None  # longrope: divisors for longer seq_len
 
     def __post_init__(self) -> None:
-        llama3_settings = (
-            self.low_freq_factor,
-            self.high_freq_factor,
-            self.original_max_position_embeddings,
-        )
-        if self.kind == "llama3" and None in llama3_settings:
-            raise ValueError(
-                'kind = "llama3" needs low_freq_factor, high_freq_factor and '
-                "original_max_position_embeddings"
-            )
-        if self.kind == "linear" and llama3_settings != (None, None, None):
-            raise ValueError('kind = "linear" takes only factor; remove the other settings')
+        required, optional = _SCALING_SETTINGS[self.kind]
+        if missing := [name for name in required if getattr(self, name) is None]:
+            raise ValueError(f'kind = "{self.kind}" needs {", ".join(missing)}')
+        others = {name for names in _SCALING_SETTINGS.values() for name in (*names[0], *names[1])}
+        unused = [
+            name
+            for name in sorted(others.difference(required, optional))
+            if getattr(self, name) is not None
+        ]
+        if unused:
+            raise ValueError(f'kind = "{self.kind}" does not take {", ".join(unused)}; remove it')
         low, high = self.low_freq_factor, self.high_freq_factor
         if low and high and low >= high:
             raise ValueError(f"low_freq_factor = {low} is not below high_freq_factor = {high}")
+
+
+_ORIGINAL = "original_max_position_embeddings"
+# Settings of each kind of scaling besides factor: those that it needs, and optional ones.
+_SCALING_SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": ((), ()),
+    "dynamic": ((_ORIGINAL,), ()),
+    "yarn": (
+        (_ORIGINAL,),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": ((_ORIGINAL, "short_factor", "long_factor"), ("attention_factor",)),
+    "llama3": ((_ORIGINAL, "low_freq_factor", "high_freq_factor"), ()),
+}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -162,6 +185,13 @@ class Model:
             raise ValueError('max_position_embeddings is only for positions = "learned"; remove it')
         if self.positions != "rope" and self.rope_scaling is not None:
             raise ValueError('rope_scaling is only for positions = "rope"; remove it')
+        for name in ("short_factor", "long_factor"):
+            divisors = getattr(self.rope_scaling, name, None)
+            if divisors is not None and 2 * len(divisors) != self.head_dim:
+                raise ValueError(
+                    f"rope_scaling.{name} has {len(divisors)} numbers; "
+                    f"head_dim = {self.head_dim} needs {self.head_dim // 2}"
+                )
         for name in ("global_attention_every", "sliding_window_rope_theta"):
             if self.sliding_window is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} needs sliding_window; set sliding_window too")

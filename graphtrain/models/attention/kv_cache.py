@@ -74,6 +74,12 @@ def layer_cache() -> LayerCache | CacheShapeRecorder | None:
     return _layer_cache.get()
 
 
+def cached_length() -> int | None:
+    """Return the number of tokens that the KV cache has room for; None without a KV cache."""
+    cache = _layer_cache.get()
+    return cache.key.shape[1] if isinstance(cache, LayerCache) else None
+
+
 def at_cache_offset(offset: jax.Array) -> AbstractContextManager[Any]:
     """Set the cache offset, the position of the first token, for the code traced inside."""
     return set_context_variable(_offset, offset)

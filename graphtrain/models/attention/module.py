@@ -16,7 +16,7 @@ from graphtrain.models.attention.blockwise import blockwise_attention
 from graphtrain.models.attention.dot_product import dot_product_attention
 from graphtrain.models.attention.flash import flash_attention
 from graphtrain.models.attention.kernel_support import AttentionSpec, uses_flash_kernel
-from graphtrain.models.attention.kv_cache import cache_offset, layer_cache
+from graphtrain.models.attention.kv_cache import cache_offset, cached_length, layer_cache
 from graphtrain.models.attention.operator_region import fused_attention, uses_fused_operator
 from graphtrain.models.attention.positions import frequencies, rotate
 from graphtrain.models.attention.ring import ring_attention
@@ -68,10 +68,11 @@ class Attention(nnx.Module):
         if self.model.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.model.positions == "rope":
-            position_ids, rope_frequencies = positions(x.shape[1]), frequencies(self.model, full)
+            position_ids = positions(x.shape[1])
+            rope_frequencies, factor = frequencies(self.model, cached_length() or x.shape[1], full)
             query, key = (
-                rotate(query, position_ids, rope_frequencies),
-                rotate(key, position_ids, rope_frequencies),
+                rotate(query, position_ids, rope_frequencies, factor),
+                rotate(key, position_ids, rope_frequencies, factor),
             )
         if (cache := layer_cache()) is not None:
             key, value = cache.update(key, value)

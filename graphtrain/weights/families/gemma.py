@@ -15,6 +15,7 @@ from graphtrain.weights.families.settings import (
     RenamedSetting,
     Rope,
     read_rope_scaling,
+    scaled_length,
     write_rope_scaling,
 )
 
@@ -61,7 +62,7 @@ class _TwoRopes:
             sliding_base = config.get("rope_local_base_freq", 1e4)
         return {
             "rope_theta": base,
-            "rope_scaling": read_rope_scaling(full),
+            "rope_scaling": read_rope_scaling(full, config),
             "sliding_window_rope_theta": sliding_base,
         }
 
@@ -79,6 +80,7 @@ class _TwoRopes:
                 },
                 "sliding_attention": {"rope_theta": sliding_base, "rope_type": "default"},
             },
+            **scaled_length(model.rope_scaling),
         }
 
 

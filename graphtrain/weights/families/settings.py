@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +87,7 @@ class Rope:
     def read(self, config: Config) -> dict[str, Any]:
         rope_parameters = config.get("rope_parameters") or {}
         base = rope_parameters.get("rope_theta") or config.get("rope_theta") or self.base
-        scaling = read_rope_scaling(rope_parameters or config.get("rope_scaling") or {})
+        scaling = read_rope_scaling(rope_parameters or config.get("rope_scaling") or {}, config)
         return {"rope_theta": base, "rope_scaling": scaling}
 
     def write(self, model: Model) -> dict[str, Any]:
@@ -98,54 +97,106 @@ class Rope:
             "rope_theta": model.rope_theta,
             "rope_scaling": scaling,
             "rope_parameters": {"rope_theta": model.rope_theta, **rope_parameters},
+            **scaled_length(model.rope_scaling),
         }
 
 
-def read_rope_scaling(told: Config) -> RopeScaling | None:
+# Entries of config.json besides the type, which are settings of the same name.
+_ROPE_ENTRIES = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+    "longrope": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
+    ),
+}
+
+
+def read_rope_scaling(entries: Config, config: Config) -> RopeScaling | None:
     """Return the RoPE scaling that config.json specifies, or None.
 
+    Args:
+        entries: rope_parameters or rope_scaling.
+        config: All of config.json, whose lengths are defaults, as in transformers.
+
     Raises:
-        WeightsError: the decoder does not support this type of scaling.
+        WeightsError: the decoder does not support this scaling, or an entry is missing.
     """
-    match told.get("rope_type", told.get("type", "default")):
-        case "default":
-            return None
-        case "linear":
-            return RopeScaling(kind="linear", factor=told["factor"])
-        case "dynamic":
-            warnings.warn(
-                "config.json: dynamic RoPE scaling applies only beyond max_position_embeddings and "
-                "is not supported; keep batch.seq_len at or below max_position_embeddings",
-                stacklevel=2,
-            )
-            return None
-        case "llama3":
-            return RopeScaling(
-                kind="llama3",
-                factor=told["factor"],
-                low_freq_factor=told["low_freq_factor"],
-                high_freq_factor=told["high_freq_factor"],
-                original_max_position_embeddings=told["original_max_position_embeddings"],
-            )
-        case rope_type:
-            raise WeightsError(
-                f"config.json: RoPE type {rope_type!r} is not supported; supported types: default, "
-                "linear, llama3, and dynamic without its scaling"
-            )
+    rotary_share = entries.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if rotary_share not in (None, 1):
+        raise WeightsError(
+            f"config.json: partial_rotary_factor = {rotary_share!r} is not supported, only 1 is"
+        )
+    kind = entries.get("rope_type") or entries.get("type") or "default"
+    kind = {"su": "longrope"}.get(kind, kind)  # its name in older files
+    if kind == "default":
+        return None
+    if kind not in _ROPE_ENTRIES:
+        supported = ", ".join(_ROPE_ENTRIES)
+        raise WeightsError(
+            f"config.json: RoPE type {kind!r} is not supported; supported types: default, "
+            f"{supported}"
+        )
+    longest = config.get("max_position_embeddings")
+    settings = {name: entries.get(name) for name in _ROPE_ENTRIES[kind]}
+    if kind == "dynamic":
+        settings["original_max_position_embeddings"] = longest
+    elif kind != "linear":  # the entry of config.json itself takes precedence
+        settings["original_max_position_embeddings"] = original = (
+            config.get("original_max_position_embeddings")
+            or settings["original_max_position_embeddings"]
+            or longest
+        )
+        if settings["factor"] is None and kind in ("yarn", "longrope") and longest and original:
+            settings["factor"] = longest / original
+    for name in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
+        settings[name] = settings.get(name) or None  # 0 is unset, as in transformers
+    try:
+        for name in ("short_factor", "long_factor"):
+            if settings.get(name) is not None:
+                settings[name] = tuple(settings[name])
+        return RopeScaling(kind=kind, **settings)
+    except (ValueError, TypeError) as error:
+        raise WeightsError(f"config.json: RoPE of type {kind!r}: {error}") from None
 
 
 def write_rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     """Return the entry of config.json that `read_rope_scaling` reads, or None."""
     if scaling is None:
         return None
-    entry = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        entry |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
-    return entry
+    settings = {name: getattr(scaling, name) for name in _ROPE_ENTRIES[scaling.kind]}
+    entries = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in settings.items()
+        if value is not None
+    }
+    return {"rope_type": scaling.kind, **entries}
+
+
+def scaled_length(scaling: RopeScaling | None) -> dict[str, Any]:
+    """Return the entry of config.json beyond which transformers scales dynamically, if it does."""
+    if scaling is None or scaling.kind != "dynamic":
+        return {}
+    return {"max_position_embeddings": scaling.original_max_position_embeddings}
 
 
 @dataclass(frozen=True)

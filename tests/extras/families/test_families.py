@@ -52,6 +52,17 @@ GPT2: dict[str, Any] = {
 BLOOM: dict[str, Any] = {
     "hidden_size": EMBED, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": VOCAB,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LONGROPE = YARN | {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 1.5, 3.0, 4.0],
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 100.0,
@@ -100,6 +111,18 @@ CASES = {
         SIZES
         | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}
         | {"hidden_act": "gelu", "head_dim": 16},
+    ),
+    "llama, yarn": Case("Llama", SIZES | {"rope_parameters": YARN}),
+    "llama, longrope": Case("Llama", SIZES | {"rope_parameters": LONGROPE}),
+    "llama, longrope within its original length": Case(
+        "Llama",
+        SIZES | {"rope_parameters": LONGROPE | {"original_max_position_embeddings": LENGTH}},
+    ),
+    "llama, dynamic": Case(
+        "Llama",
+        SIZES
+        | {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 100.0}}
+        | {"max_position_embeddings": 16},
     ),
     "mistral": Case("Mistral", SIZES | {"sliding_window": 7, "head_dim": 16}),
     "qwen2": Case("Qwen2", SIZES | {"tie_word_embeddings": True}),

@@ -151,8 +151,12 @@ def broken(source: Path, **config) -> str:
 
 def test_what_the_decoder_does_not_do_is_refused(source):
     assert "model_type = 't5' is not supported" in broken(source, model_type="t5")
-    told = broken(source, model_type="llama", rope_parameters={"rope_type": "yarn", "factor": 4})
-    assert "RoPE type 'yarn' is not supported" in told
+    told = broken(source, model_type="llama", rope_parameters={"rope_type": "new", "factor": 4})
+    assert "RoPE type 'new' is not supported" in told
+    told = broken(source, rope_parameters={"rope_type": "longrope", "factor": 4})
+    assert "RoPE of type 'longrope'" in told and "needs short_factor, long_factor" in told
+    told = broken(source, rope_parameters={"partial_rotary_factor": 0.5})
+    assert "partial_rotary_factor = 0.5 is not supported" in told
     told = broken(source, rope_parameters=None, hidden_act="relu")
     assert "hidden_act = 'relu' is not one of 'silu'" in told
     assert "mlp_bias = True is not supported" in broken(source, hidden_act="silu", mlp_bias=True)
