@@ -35,9 +35,11 @@ def reference_steps(of, state, batches, rate):
 
     def loss(parameters, inputs):
         tree = unflatten(parameters)
+        logits, _ = forward(of.model, tree, inputs["tokens"][0])
         losses = optax.losses.softmax_cross_entropy_with_integer_labels(
-            forward(of.model, tree, inputs["tokens"][0])[0], inputs["targets"][0]
+            logits, inputs["targets"][0]
         )
+        losses += of.loss.z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
         return (losses * inputs["weights"][0]).sum() / inputs["weights"].sum()
 
     @jax.jit
@@ -53,8 +55,9 @@ def reference_steps(of, state, batches, rate):
     return parameters
 
 
-def test_steps_equal_optax_adamw():
-    of = program()
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_steps_equal_optax_adamw(z_loss):
+    of = program(loss=Loss(z_loss=z_loss))
     train = loaded(of, "train", optimized=True)
     state = loaded(of, "init", optimized=True)(np.uint32(0))["state"]
     batches = [batch(of, seed) for seed in range(4)]

@@ -2,6 +2,7 @@
 
 import json
 
+import optax
 import pytest
 from places import CUBE, STAGES
 
@@ -42,6 +43,15 @@ def test_what_was_compiled_trains(place):
         "data_wait_seconds"
     }
     assert names <= set(record)
+
+
+def test_each_step_has_the_rate_of_the_schedule(place):
+    """The first step has half the peak of two warm-up steps, the last one the minimum."""
+    words = ["--set", "run.learning_rate.minimum=0.001"]
+    place.command("run", "config.toml", *words)
+    rates = [record["learning_rate"] for record in place.journal() if "loss" in record]
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.01, 2, 16, 0.001)
+    assert rates == pytest.approx([float(schedule(step)) for step in range(1, 17)], rel=1e-5)
 
 
 def test_evaluation_beside_a_bigram_model(place):
