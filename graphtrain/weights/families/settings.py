@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from graphtrain.config.schema import Model, RopeScaling
 from graphtrain.errors import WeightsError
 from graphtrain.weights.families.family import Config
@@ -146,18 +148,18 @@ def read_rope_scaling(entries: Config, config: Config) -> RopeScaling | None:
         raise WeightsError(
             f"config.json: partial_rotary_factor = {rotary_share!r} is not supported, only 1 is"
         )
-    kind = entries.get("rope_type") or entries.get("type") or "default"
-    kind = {"su": "longrope"}.get(kind, kind)  # its name in older files
+    kind: Any = entries.get("rope_type") or entries.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # its name in older files
     if kind == "default":
         return None
-    if kind not in _ROPE_ENTRIES:
+    if kind not in list(_ROPE_ENTRIES):
         supported = ", ".join(_ROPE_ENTRIES)
         raise WeightsError(
             f"config.json: RoPE type {kind!r} is not supported; supported types: default, "
             f"{supported}"
         )
     longest = config.get("max_position_embeddings")
-    settings = {name: entries.get(name) for name in _ROPE_ENTRIES[kind]}
+    settings: dict[str, Any] = {name: entries.get(name) for name in _ROPE_ENTRIES[kind]}
     if kind == "dynamic":
         settings["original_max_position_embeddings"] = longest
     elif kind != "linear":  # the entry of config.json itself takes precedence
@@ -170,13 +172,15 @@ def read_rope_scaling(entries: Config, config: Config) -> RopeScaling | None:
             settings["factor"] = longest / original
     for name in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
         settings[name] = settings.get(name) or None  # 0 is unset, as in transformers
+    for name in ("short_factor", "long_factor"):
+        if isinstance(settings.get(name), list):
+            settings[name] = tuple(settings[name])
     try:
-        for name in ("short_factor", "long_factor"):
-            if settings.get(name) is not None:
-                settings[name] = tuple(settings[name])
         return RopeScaling(kind=kind, **settings)
-    except (ValueError, TypeError) as error:
-        raise WeightsError(f"config.json: RoPE of type {kind!r}: {error}") from None
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = "".join(f"{name}: " for name in problem["loc"])
+        raise WeightsError(f"config.json: RoPE of type {kind!r}: {where}{problem['msg']}") from None
 
 
 def write_rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
