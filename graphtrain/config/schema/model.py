@@ -190,7 +190,7 @@ class Model:
             if divisors is not None and 2 * len(divisors) != self.head_dim:
                 raise ValueError(
                     f"rope_scaling.{name} has {len(divisors)} numbers; "
-                    f"head_dim = {self.head_dim} needs {self.head_dim // 2}"
+                    f"head_dim = {self.head_dim} needs {(self.head_dim or 0) // 2}"
                 )
         for name in ("global_attention_every", "sliding_window_rope_theta"):
             if self.sliding_window is None and getattr(self, name) is not None:
