@@ -3,9 +3,11 @@
 Orbax is imported when the first checkpoint is saved or restored, not at the start of a run.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 import lowering
 from graphtrain.checkpoints import private_orbax
 from graphtrain.checkpoints.layer_rows import Index, LayerRows, StackedArray, read_reordered_part
+from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files, write_manifest
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.errors import TrainingError
 from graphtrain.graphs.open_model import open_language_model
@@ -92,20 +95,30 @@ class Checkpoints:
             arrangement: Order of the layer rows. Without it, checkpoints with another order cannot
                 be restored.
         """
+        self._named = directory  # as in messages
         self._directory = directory.absolute()  # Orbax requires an absolute path
         self._keep = max_to_keep
         self._arrangement = arrangement
         self._opened: Any = None
 
-    def save(self, step: int, state: Tree, loader: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Tree, loader: Mapping[str, Any], **records: Any) -> None:
         """Start saving; return when the arrays are copied, before they are written to disk.
+
+        A background thread writes the files, their manifest, and renames the directory: a
+        checkpoint is complete with its manifest, or not at all.
+
+        Args:
+            step: Number of completed steps.
+            state: Arrays on the devices.
+            loader: Position of the data loader.
+            records: More JSON values to keep, by the name of their field in `CheckpointInfo`.
 
         Raises:
             TrainingError: this or an earlier checkpoint could not be written.
         """
         import orbax.checkpoint as ocp
 
-        metadata: dict[str, Any] = {"loader": dict(loader), "arrays": _arrays(state)}
+        metadata: dict[str, Any] = {"loader": dict(loader), "arrays": _arrays(state), **records}
         if self._arrangement is not None and self._arrangement.rows is not None:
             metadata["rows"] = self._arrangement.rows
         items = ocp.args.Composite(
@@ -119,15 +132,21 @@ class Checkpoints:
     def restore(self, step: int, described: Tree) -> RestoredState:
         """Load a checkpoint, or part of it, with the shapes, dtypes and shardings described.
 
-        Layers that the checkpoint stacks in another order are reordered for this program.
+        Layers that the checkpoint stacks in another order are reordered for this program. All
+        files are verified against the manifest, beside reading them.
 
         Args:
             step: Step of the checkpoint.
             described: Tree of arrays to restore, with their shapes, dtypes and shardings.
 
         Raises:
+            DamagedCheckpoint: a file is not as it was written.
             TrainingError: the checkpoint contains other arrays, or cannot be read.
         """
+        with _verified(self._named / str(step)):
+            return self._restore_unverified(step, described)
+
+    def _restore_unverified(self, step: int, described: Tree) -> RestoredState:
         import orbax.checkpoint as ocp
 
         checkpoint_path = self._directory / str(step)
@@ -149,6 +168,28 @@ class Checkpoints:
         ):
             state = self._restore(step, state=restore_args)["state"]
         return RestoredState(step, state, info.data_position)
+
+    def quarantine(self, damaged: DamagedCheckpoint) -> Path:
+        """Move a damaged checkpoint to the folder `quarantine` of the run; return its new path.
+
+        Called on every rank; rank 0 moves it.
+
+        Raises:
+            TrainingError: it cannot be moved.
+        """
+        source = self._directory / damaged.checkpoint_path.name
+        folder = self._named.parent / "quarantine"
+        number = 1
+        while (destination := folder / f"{source.name}-{number}").exists():
+            number += 1
+        if distributed.rank() == 0:
+            with checkpoint_errors(damaged.checkpoint_path, "moved; move it away by hand"):
+                folder.mkdir(exist_ok=True)
+                os.rename(source, destination)
+        distributed.all_gather_text("")  # until it is moved
+        if self._opened is not None:
+            self._opened.reload()
+        return destination
 
     def wait(self) -> None:
         """Wait until every checkpoint that was started is complete.
@@ -197,6 +238,7 @@ class Checkpoints:
                     max_to_keep=self._keep,
                     create=False,
                     multiprocessing_options=private_orbax.synchronization(distributed.count()),
+                    temporary_path_class=private_orbax.before_commit(write_manifest),
                 ),
             )
         return self._opened
@@ -209,6 +251,10 @@ class CheckpointInfo:
     data_position: dict[str, Any]  # position of the data loader
     arrays: dict[str, list[Any]]  # shape and dtype by path
     rows: LayerRows | None  # layer in each row; None as in LayerOrder, and in old checkpoints
+    # Settings that determine the mathematics of the run, and digests of its data, by name.
+    identity: dict[str, Any] = field(default_factory=dict)
+    changes: list[dict[str, Any]] = field(default_factory=list)  # permitted by --allow-change
+    journal: dict[str, Any] | None = None  # size and digest of metrics.jsonl up to this step
 
 
 def read_checkpoint_info(directory: Path, step: int) -> CheckpointInfo:
@@ -222,8 +268,46 @@ def read_checkpoint_info(directory: Path, step: int) -> CheckpointInfo:
         metadata = private_orbax.read_json_item(checkpoint_path, "about")
         rows = metadata.get("rows")
         return CheckpointInfo(
-            metadata["loader"], metadata["arrays"], None if rows is None else tuple(rows)
+            metadata["loader"],
+            metadata["arrays"],
+            None if rows is None else tuple(rows),
+            metadata.get("identity", {}),
+            metadata.get("changes", []),
+            metadata.get("journal"),
         )
+
+
+@contextmanager
+def _verified(checkpoint_path: Path) -> Iterator[None]:
+    """Verify a checkpoint while the block reads it; raise at the end of the block if it is damaged.
+
+    Several processes verify it before the block, each a share of the files: all must agree to read
+    it, because reading it synchronizes them.
+
+    Raises:
+        DamagedCheckpoint: a file is not as it was written. What the block returned, or raised
+            because of the damage, must not be used.
+    """
+    count = distributed.count()
+    if count > 1:
+        reason = ""
+        try:
+            verify_files(checkpoint_path, part=distributed.rank(), parts=count)
+        except DamagedCheckpoint as error:
+            reason = error.reason
+        if reasons := list(filter(None, distributed.all_gather_text(reason))):
+            raise DamagedCheckpoint(checkpoint_path, reasons[0])
+        yield
+        return
+    with ThreadPoolExecutor(1) as pool:
+        verification = pool.submit(verify_files, checkpoint_path)
+        try:
+            yield
+        except Exception as error:
+            if isinstance(damage := verification.exception(), DamagedCheckpoint):
+                raise damage from error
+            raise
+        verification.result()
 
 
 def part_reader(where: Path, path: str) -> Callable[[Index], np.ndarray]:

@@ -8,6 +8,7 @@ says what to do when it breaks.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,22 @@ def synchronization(processes: int) -> Any:
 
     active = set(range(processes)) if processes > 1 else None
     return ocp.options.MultiprocessingOptions(active_processes=active)
+
+
+def before_commit(action: Callable[[Path], None]) -> Any:
+    """Return a class of temporary directories: rank 0 calls `action` before a step's is renamed.
+
+    At that time every rank has written its files. Directories of the items of a checkpoint use the
+    same class; they are not passed to `action`.
+    """
+    import asyncio
+
+    from orbax.checkpoint._src.path import atomicity
+
+    class CommittedPath(atomicity.AtomicRenameTemporaryPath):
+        async def finalize(self) -> None:
+            if self.get_final().name.isdigit():
+                await asyncio.to_thread(action, Path(self.get()))
+            await super().finalize()
+
+    return CommittedPath

@@ -24,6 +24,7 @@ from graphtrain.checkpoints.checkpoint import (
     saved_steps,
 )
 from graphtrain.checkpoints.layer_rows import Index, StackedArray, read_reordered_part
+from graphtrain.checkpoints.manifest import verify_files, write_manifest
 from graphtrain.checkpoints.strategy import Strategy, read_json, strategy_of
 from graphtrain.config import load_config, render
 from graphtrain.config.resolve import layer_rows, resolve
@@ -34,7 +35,7 @@ from lowering.trees import Tree, unflatten
 
 _CHUNK_BYTES = 64 << 20  # bytes of one chunk of an array on disk
 _CHUNK_CACHE_BYTES = 1 << 30  # bytes of source chunks cached while parts of them are read
-_NOT_COPIED = ("checkpoints", ".lease", ".lock", "config.toml")
+_NOT_COPIED = ("checkpoints", "quarantine", ".lease", ".lock", "config.toml")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def reshard(
         step: Step of the checkpoint; the last if None.
 
     Raises:
-        TrainingError: there is no such checkpoint, it is of another model, or writing failed.
+        TrainingError: there is no such checkpoint, it is damaged or of another model, or writing
+            failed.
         WeightsError: the destination exists already.
     """
     steps = saved_steps(source / "checkpoints")
@@ -74,6 +76,7 @@ def reshard(
     step = steps[-1] if step is None else step
     config = load_config(source / "config.toml")
     strategy = _strategy(to)
+    verify_files(source / "checkpoints" / str(step))
     info = read_checkpoint_info(source / "checkpoints", step)
     source_arrays = _source_arrays(info, config)
     target_arrays = _target_arrays(strategy)
@@ -93,6 +96,7 @@ def reshard(
             _copy(
                 source / "checkpoints" / str(step), target_path, source_arrays[path], array, dtype
             )
+        write_manifest(target_path)
     progress(len(target_arrays), len(target_arrays))
     sizes = [
         math.prod(array.shape) * _itemsize(strategy, path) for path, array in target_arrays.items()
@@ -192,6 +196,9 @@ def _write_zeros(target_path: Path, info: CheckpointInfo, strategy: Strategy) ->
             path: [array["shape"], array["dtype"]] for path, array in strategy.arrays.items()
         },
         "rows": strategy.rows,
+        "identity": info.identity,
+        "changes": info.changes,
+        "journal": info.journal,
     }
     handler = ocp.CompositeCheckpointHandler(
         state=ocp.PyTreeCheckpointHandler(

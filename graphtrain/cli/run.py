@@ -36,6 +36,13 @@ _SIGNAL_STATUS = 128  # plus the signal number, the convention of shells
     is_flag=True,
     help="Compile missing graphs first, instead of exiting with 3.",
 )
+@click.option(
+    "--allow-change",
+    "allowed_changes",
+    multiple=True,
+    metavar="NAME",
+    help="Resume although this setting, or data, differs from the checkpoint. Repeatable.",
+)
 def command(
     config: Path,
     target: str | None,
@@ -45,6 +52,7 @@ def command(
     count: int | None,
     rank: int | None,
     compile_missing: bool,
+    allowed_changes: Sequence[str],
 ) -> None:
     """Train CONFIG from compiled programs, and from the last checkpoint if there is one.
 
@@ -68,7 +76,14 @@ def command(
 
     remedy = compile_hint(config, target, overrides, cache)
     with progress_reporter(run.steps, run.report_every) as report:
-        summary = train(program, run, store, compile_hint=remedy, on_record=report)
+        summary = train(
+            program,
+            run,
+            store,
+            compile_hint=remedy,
+            on_record=report,
+            allowed_changes=allowed_changes,
+        )
     if is_rank_zero():
         click.echo(_format_summary(summary, run.directory))
     if summary.stopped_by:

@@ -1,6 +1,10 @@
 """Metrics of a run: one record per step, as JSON lines and TensorBoard events."""
 
+import hashlib
 import json
+import math
+import shutil
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +14,7 @@ from graphtrain.files import atomic_write, write_errors
 from lowering.machine import startup
 
 Record = Mapping[str, float | int | None]
+_NAME = "metrics.jsonl"
 
 
 class Journal:
@@ -18,18 +23,29 @@ class Journal:
     When a run resumes, records after its checkpoint are deleted, because their steps run again.
     """
 
-    def __init__(self, directory: Path, *, after: int, tensorboard: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        after: int,
+        tensorboard: bool,
+        written: Mapping[str, Any] | None = None,
+    ) -> None:
         """Open the journal, and delete the records of later steps.
 
         Args:
             directory: Directory of the run.
             after: Last step whose records are kept.
             tensorboard: Whether to write TensorBoard events too.
+            written: What `position` returned when the checkpoint was saved. A journal that does
+                not begin with it is damaged: it is copied, with a warning, and its readable records
+                are kept.
         """
-        self._path = directory / "metrics.jsonl"
+        self._path = directory / _NAME
         with write_errors(directory):
-            _drop_records_after(self._path, after)
+            kept = _drop_records_after(self._path, after, written)
             self._jsonl_file = self._path.open("a")
+        self._digest, self._bytes = hashlib.sha256(kept), len(kept)
         self._tensorboard_dir = directory / "tensorboard" if tensorboard else None
         self._after = after
         self._tensorboard_writer: Any = None
@@ -40,11 +56,18 @@ class Journal:
         Raises:
             TrainingError: the record cannot be written.
         """
+        line = json.dumps(record) + "\n"
         with write_errors(self._path.parent):
-            self._jsonl_file.write(json.dumps(record) + "\n")
+            self._jsonl_file.write(line)
             self._jsonl_file.flush()
             if self._tensorboard_dir is not None:
                 self._write_events(self._tensorboard_dir, record)
+        self._digest.update(line.encode())
+        self._bytes += len(line.encode())
+
+    def position(self) -> dict[str, Any]:
+        """Return size and digest of everything written so far, as JSON."""
+        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
 
     def _write_events(self, directory: Path, record: Record) -> None:
         if self._tensorboard_writer is None:
@@ -66,20 +89,77 @@ class Journal:
 
 
 def read_journal(directory: Path) -> list[dict[str, Any]]:
-    """Return the records of a run in order, without a last line that was written only in part."""
-    records = []
-    path = directory / "metrics.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    """Return the records of a run in order, without a last line that was written only in part.
+
+    Lines that are no record are skipped, with one warning for all of them.
+    """
+    path = directory / _NAME
+    records, damaged = _parse(path.read_bytes() if path.exists() else b"")
+    if damaged:
+        lines = ", ".join(map(str, damaged[:10]))
+        warnings.warn(
+            f"{path}: {len(damaged)} damaged lines are left out (line {lines})", stacklevel=2
+        )
     return records
 
 
-def _drop_records_after(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    records = [record for record in read_journal(path.parent) if record["step"] <= step]
-    with atomic_write(path) as file:
-        file.write("".join(json.dumps(record) + "\n" for record in records).encode())
+def good_steps(records: list[dict[str, Any]]) -> set[int]:
+    """Return the steps whose state is known to be good: it gave a finite loss.
+
+    The loss of step n + 1 is that of the state after step n, and so is an evaluation at step n.
+    """
+    trained = {record["step"] - 1 for record in records if "loss" in record}
+    return trained | {
+        record["step"]
+        for record in records
+        if math.isfinite(record.get("validation_loss", math.nan))
+    }
+
+
+def _parse(content: bytes) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the records of a journal, and the numbers of the damaged lines, from 1."""
+    records, damaged = [], []
+    lines = content.split(b"\n")[:-1]  # the last has no end: it is empty, or written in part
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if _is_record(record):
+            records.append(record)
+        else:
+            damaged.append(number)
+    return records, damaged
+
+
+def _is_record(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and type(value.get("step")) is int
+        and all(number is None or type(number) in (int, float) for number in value.values())
+    )
+
+
+def _drop_records_after(path: Path, step: int, written: Mapping[str, Any] | None) -> bytes:
+    """Rewrite the journal without later records, and return its content."""
+    content = path.read_bytes() if path.exists() else b""
+    records, damaged = _parse(content)
+    if damaged or (written is not None and not _begins_with(content, written)):
+        copy = path.with_name(f"metrics.{step}.damaged.jsonl")
+        shutil.copyfile(path, copy) if path.exists() else copy.touch()
+        where = f"line {', '.join(map(str, damaged[:10]))}" if damaged else f"up to step {step}"
+        warnings.warn(
+            f"{path} is not as this run wrote it ({where}); kept a copy in {copy.name}, and the "
+            "records that can be read",
+            stacklevel=3,
+        )
+    kept = "".join(json.dumps(r) + "\n" for r in records if r["step"] <= step).encode()
+    if content:
+        with atomic_write(path) as file:
+            file.write(kept)
+    return kept
+
+
+def _begins_with(content: bytes, written: Mapping[str, Any]) -> bool:
+    beginning = content[: written["bytes"]]
+    return hashlib.sha256(beginning).hexdigest() == written["sha256"]

@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,16 +20,18 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config, Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.errors import TrainingError
-from graphtrain.files import atomic_write, write_errors
+from graphtrain.files import write_errors
 from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.models.lora.trainable import has_frozen_weights
-from graphtrain.run.agreement import check_same_checkpoints, check_same_executables, on_all_ranks
+from graphtrain.run.agreement import check_same_executables, on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement, index_share
+from graphtrain.run.data_check import DataCheck
 from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.run.learning_rate import learning_rate
-from graphtrain.run.metrics import Journal, Record, read_journal
+from graphtrain.run.metrics import Journal, Record, good_steps, read_journal
 from graphtrain.run.programs import LoadedPrograms
+from graphtrain.run.resume import Resumption, data_changed, identity_of, schedule_note, write_config
 from graphtrain.run.signals import StopRequest, stop_requests
 from lowering.machine import host, startup
 from lowering.machine.memory_pages import use_huge_pages
@@ -39,6 +41,7 @@ from lowering.xla import distributed
 from sharding_rules.errors import ShardingError
 
 Report = Callable[[Record], None]
+JournalPosition = Callable[[], dict[str, Any] | None]
 _COMMON_METRICS = ("loss", "grad_norm", "targets")  # metrics of every loss function
 
 
@@ -53,7 +56,13 @@ class RunSummary:
 
 
 def train(
-    program: ResolvedProgram, run: Run, cache: Cache, *, compile_hint: str, on_record: Report
+    program: ResolvedProgram,
+    run: Run,
+    cache: Cache,
+    *,
+    compile_hint: str,
+    on_record: Report,
+    allowed_changes: Sequence[str] = (),
 ) -> RunSummary:
     """Train up to run.steps with compiled programs, from the last checkpoint if there is one.
 
@@ -63,10 +72,12 @@ def train(
         cache: cache with the compiled programs.
         compile_hint: command that compiles missing programs, for error messages.
         on_record: called on rank 0 with every record that is written to the journal.
+        allowed_changes: settings whose values may differ from those of the checkpoint.
 
     Raises:
         MissingProgram: a graph is not in the cache.
-        TrainingError: the loss is not finite, or the directory of the run cannot be used.
+        TrainingError: the loss is not finite, the directory of the run cannot be used, or its
+            checkpoints are damaged or of another run.
         DataError: a dataset cannot be used.
         WeightsError: the initial weights cannot be used.
     """
@@ -76,12 +87,11 @@ def train(
         on_all_ranks(
             lambda: stack.enter_context(locked_run_directory(directory)) if is_rank_zero else None
         )
-        saved = saved_steps(directory / "checkpoints")
-        check_same_checkpoints(run.directory, saved)
-        start = saved[-1] if saved else 0
-        initial_weights = on_all_ranks(
-            lambda: InitialWeights.open(program, run, resuming=bool(saved))
-        )
+        config = Config(program=program.settings, run=run)
+        identity = on_all_ranks(lambda: identity_of(config))
+        resumption = Resumption(directory, identity, allowed_changes)
+        saved = bool(resumption.steps)
+        initial_weights = on_all_ranks(lambda: InitialWeights.open(program, run, resuming=saved))
         names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
         programs = on_all_ranks(lambda: LoadedPrograms(program, cache, names, compile_hint))
         check_same_executables(programs)
@@ -99,12 +109,14 @@ def train(
         stack.callback(checkpoints.close)
         restored = None
         if saved:
-            restored = checkpoints.restore(start, programs["train"].inputs("state"))
+            restored = resumption.restore(checkpoints, programs["train"].inputs("state"))
             state = restored.state
         else:
             state = _init_state(programs, run.seed)
+        start, changes = resumption.start, resumption.changes()
+        data_check = on_all_ranks(lambda: DataCheck(run.data))  # while the devices compute init
         placement = BatchPlacement(programs["train"].inputs("batch"), program.target)
-        loader = _open_data(run, program.settings, placement, stack)  # while init is computed
+        loader = _open_data(run, program.settings, placement, stack)
         if not saved and initial_weights is not None:
             state = _load_initial_weights(initial_weights, programs, state)
         step = programs["train"]
@@ -112,20 +124,34 @@ def train(
         if initial_weights is not None and has_frozen_weights(program.settings):
             frozen = (initial_weights.frozen(step.inputs("frozen")),)
         if restored is not None:
-            loader.restore(restored.data_position)
+            position = restored.data_position
+            if data_changed(changes, start):
+                position = loader.state() | {"step": position["step"]}
+            loader.restore(position)
         if is_rank_zero:
             stack.callback(
                 _record_measurements, program, run, cache, programs, start, baseline_bytes
             )
+            stack.callback(data_check.close)
+            data_check.start()
         new_run_weights = None if saved else initial_weights
-        config = Config(program=program.settings, run=run)
         open_journal = (
-            partial(_open_journal, config, new_run_weights, start, on_record, stack)
+            partial(_open_journal, config, new_run_weights, resumption, on_record, stack)
             if is_rank_zero
             else _discard_journal
         )
         loop = TrainingLoop(
-            program, run, programs, frozen, loader, placement, checkpoints, open_journal, start
+            program,
+            run,
+            programs,
+            frozen,
+            loader,
+            placement,
+            checkpoints,
+            open_journal,
+            start,
+            data_check,
+            {"identity": identity, "changes": changes},
         )
         startup.resume_garbage_collection()
         return loop.run_steps(state, stop)
@@ -179,31 +205,39 @@ def _copy_hf_files(config: Config, initial_weights: InitialWeights | None) -> No
 def _open_journal(
     config: Config,
     initial_weights: InitialWeights | None,
-    start: int,
+    resumption: Resumption,
     report: Report,
     stack: ExitStack,
-) -> Report:
+) -> tuple[Report, JournalPosition]:
     """Write config.toml and the Hugging Face files, and open the journal of metrics.
 
     Called only after the first step has been started, when the run can no longer be refused.
     """
-    directory = Path(config.run.directory)
-    with write_errors(directory), atomic_write(directory / "config.toml") as file:
-        file.write(render(config).encode())
+    directory, start = Path(config.run.directory), resumption.start
+    info = resumption.info if start else None
+    if info is not None and (note := schedule_note(config.run, info.identity, start)):
+        warnings.warn(note, stacklevel=1)
+    with write_errors(directory):
+        write_config(directory, render(config), start)
     _copy_hf_files(config, initial_weights)
-    journal = Journal(directory, after=start, tensorboard=config.run.tensorboard)
+    journal = Journal(
+        directory,
+        after=start,
+        tensorboard=config.run.tensorboard,
+        written=info.journal if info else None,
+    )
     stack.callback(journal.close)
 
     def write(record: Record) -> None:
         journal.write(record)
         report(record)
 
-    return write
+    return write, journal.position
 
 
-def _discard_journal() -> Report:
-    """Return a function that discards records: metrics are equal on all ranks, rank 0 writes."""
-    return lambda record: None
+def _discard_journal() -> tuple[Report, JournalPosition]:
+    """Return functions that discard records: metrics are equal on all ranks, rank 0 writes."""
+    return lambda record: None, lambda: None
 
 
 def _open_data(run: Run, program: Program, placement: BatchPlacement, stack: ExitStack) -> Any:
@@ -288,9 +322,12 @@ class TrainingLoop:
     loader: Any
     placement: BatchPlacement
     checkpoints: Checkpoints
-    open_journal: Callable[[], Report]
+    open_journal: Callable[[], tuple[Report, JournalPosition]]
     start: int
+    data_check: DataCheck
+    records: dict[str, Any]  # kept in every checkpoint: what the run is, and permitted changes
     _write: Report = field(init=False)
+    _journal_position: JournalPosition = field(init=False)
     # Last started step: its number, metrics, learning rate, and seconds waited for data.
     _pending: tuple[int, Tree, float, float] | None = None
     _last_finished_at: float = field(default_factory=time.perf_counter)
@@ -314,8 +351,9 @@ class TrainingLoop:
             outputs = step(state, *self.frozen, self.placement.to_devices(batch), np.float32(rate))
             state, completed_steps = outputs["state"], index + 1
             if index == self.start:
-                self._write = self.open_journal()  # while the step computes
+                self._write, self._journal_position = self.open_journal()  # while it computes
             self._finish_pending_step()
+            self.data_check.raise_if_damaged()
             if index == self.start + 1 and target.platform == "cpu":
                 use_huge_pages()  # heap of the first step, which has completed
             self._pending = completed_steps, outputs["metrics"], rate, waited
@@ -325,13 +363,22 @@ class TrainingLoop:
             stopping = stop.should_stop(completed_steps)
             if last or completed_steps % run.save_every == 0 or stopping:
                 self._finish_pending_step()  # checks that the loss is finite before saving
-                storable = lowering.backend(target).checkpoint_arrays(state)
-                self.checkpoints.save(completed_steps, storable, self.loader.state())
+                self.data_check.raise_if_damaged()
+                self._save(completed_steps, state)
             if stopping:
                 break
         self._finish_pending_step()
         stopped = stop.signal.name if stop.signal and completed_steps < run.steps else None
         return RunSummary(completed_steps, self.start or None, validation, stopped)
+
+    def _save(self, completed_steps: int, state: Tree) -> None:
+        self.checkpoints.save(
+            completed_steps,
+            lowering.backend(self.program.target).checkpoint_arrays(state),
+            self.loader.state(),
+            journal=self._journal_position(),
+            **self.records,
+        )
 
     def _next_batch(self) -> tuple[dict[str, np.ndarray], float]:
         """Return this process's rows of the next batch, and the seconds waited for them."""
@@ -388,11 +435,23 @@ class TrainingLoop:
 
     def _not_finite(self, completed_steps: int, loss: float, norm: float) -> str:
         self.checkpoints.wait()  # until the last checkpoint is complete
-        saved = saved_steps(Path(self.run.directory) / "checkpoints")
-        return (
+        directory = Path(self.run.directory)
+        saved = saved_steps(directory / "checkpoints")
+        good = [step for step in saved if step in good_steps(read_journal(directory))]
+        text = (
             f"step {completed_steps}: loss {loss}, gradient norm {norm}; the batch contains "
             f"{self.loader.describe(completed_steps - 1)}; last good checkpoint: "
-            + (f"{self.run.directory}/checkpoints/{saved[-1]}" if saved else "none")
+            + (f"{directory}/checkpoints/{good[-1]}" if good else "none")
+        )
+        if saved and saved[-1] not in good:
+            text += (
+                f"; {directory}/checkpoints/{saved[-1]} is newer, but no step from it was finite: "
+                "move it away to resume from the one before it"
+            )
+        return text + (
+            "; the same command meets the same batch again: lower run.learning_rate.peak or "
+            "program.optimizer.clip_norm (and permit it with --allow-change NAME), or take these "
+            "documents out of the data"
         )
 
     def _validate(self, completed_steps: int, state: Tree) -> float | None:

@@ -112,16 +112,19 @@ class RunCheckpoint:
         step: Step of the checkpoint; None for the last.
 
     Raises:
+        DamagedCheckpoint: a file of it is not as it was written.
         WeightsError: there is no such checkpoint.
     """
 
     def __init__(self, directory: Path, step: int | None = None) -> None:
         from graphtrain.checkpoints.checkpoint import read_checkpoint_info
+        from graphtrain.checkpoints.manifest import verify_files
         from graphtrain.config import load_config
 
         self.directory, self.side = directory, directory / HF_FILES
         self._checkpoints = directory / "checkpoints"
         self.step = checkpoint_step(directory, step)
+        verify_files(self._checkpoints / str(self.step))
         self.program = program = load_config(directory / "config.toml").program
         self.model = program.model
         checkpoint_info = read_checkpoint_info(self._checkpoints, self.step)

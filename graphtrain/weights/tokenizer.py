@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from graphtrain.data.indexed.description import read_description
+from graphtrain.data.indexed.description import check_tokenizer_file, read_description
 from graphtrain.data.tokenizers.huggingface import COMPANION_FILES
 from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE
 
@@ -18,10 +18,15 @@ def copy_tokenizer(prefix: str, side: Path) -> None:
     Args:
         prefix: path of the dataset without its suffix.
         side: folder to copy to.
+
+    Raises:
+        DataError: the tokenizer's file is not the one that the dataset was prepared with.
     """
     description = read_description(prefix)
     if description is None:
         return
+    if description.tokenizer_file:
+        check_tokenizer_file(prefix, description)
     file_names: list[str] = []
     if description.tokenizer_file and not any((side / name).is_file() for name in _TOKENIZERS):
         file_names += [description.tokenizer_file, *COMPANION_FILES]

@@ -170,9 +170,11 @@ def export(
     """
     import lowering
     from graphtrain.checkpoints.checkpoint import restore_array
+    from graphtrain.checkpoints.manifest import verify_files
     from graphtrain.torch_frontend.model import open_model
     from graphtrain.weights.writer import SafetensorsWriter
 
+    verify_files(directory / "checkpoints" / str(step))
     model: TorchModel = program.model  # pyright: ignore[reportAssignmentType]
     host = Target.parse("cpu:1")
     lowering.backend(host).compile_devices(host)  # keeps JAX from initialising other devices

@@ -1,11 +1,14 @@
 """Description of a dataset, PREFIX.json: its tokenizer, sizes and digests."""
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from graphtrain.data.indexed.blocks import sample_digests
 from graphtrain.data.indexed.dataset import IndexedDataset, dataset_paths
 from graphtrain.data.indexed.loss_spans import LossSpans, loss_spans_prefix
 from graphtrain.data.tokenizers.open import load_tokenizer
@@ -58,6 +61,9 @@ class DatasetDescription:
     bos: tuple[int, ...] = ()  # ids that begin every document: BOS; empty: there are none
     digests: dict[str, str] | None = None  # of the .bin and the .idx, by suffix
     conversations: ConversationSettings | None = None  # None: plain text
+    samples: dict[str, list[str]] | None = (
+        None  # of blocks, by suffix; graphtrain.data.indexed.blocks
+    )
 
 
 def file_digests(prefix: str | Path) -> dict[str, str]:
@@ -65,21 +71,41 @@ def file_digests(prefix: str | Path) -> dict[str, str]:
     return {path.suffix[1:]: content_digest(path) for path in dataset_paths(prefix)}
 
 
-def write_description(prefix: str | Path, description: DatasetDescription) -> None:
-    """Write the description of a dataset, PREFIX.json."""
+def write_description(prefix: str | Path, description: DatasetDescription) -> DatasetDescription:
+    """Write the description of a dataset, PREFIX.json; return it with the digests of blocks.
+
+    The file also contains a digest of the description itself.
+    """
+    paths = list(dataset_paths(prefix))
+    if description.conversations is not None:
+        paths += dataset_paths(loss_spans_prefix(prefix))
+    description = replace(description, samples=sample_digests(prefix, paths))
+    fields = asdict(description)
+    fields["digest"] = _digest(fields)
     with atomic_write(Path(f"{prefix}.json")) as file:
-        file.write((json.dumps(asdict(description), indent=2) + "\n").encode())
+        file.write((json.dumps(fields, indent=2) + "\n").encode())
+    return description
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def read_description(prefix: str | Path) -> DatasetDescription | None:
     """Read the description of a dataset; None if it has none, as for datasets from Megatron.
 
     Raises:
-        DataError: the file is not a description.
+        DataError: the file is not a description, or is damaged.
     """
     path = Path(f"{prefix}.json")
     try:
-        return validate(DatasetDescription, read_object(path))
+        fields = read_object(path)
+        digest = fields.pop("digest", None)  # descriptions of earlier versions have none
+        if digest is not None and digest != _digest(fields):
+            raise DataError(
+                f"{path}: is not as it was written: its digest differs; prepare the dataset again"
+            )
+        return validate(DatasetDescription, fields)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -119,6 +145,20 @@ def dataset_tokenizer(prefix: str | Path) -> Tokenizer | None:
             "prepare the dataset again"
         )
     return tokenizer
+
+
+def check_tokenizer_file(prefix: str | Path, description: DatasetDescription) -> None:
+    """Check that the tokenizer's file is the one that a dataset was prepared with.
+
+    Raises:
+        DataError: it is another, or damaged.
+    """
+    path = Path(prefix).parent / (description.tokenizer_file or "")
+    if path.is_file() and content_digest(path) != description.tokenizer_digest:
+        raise DataError(
+            f"{path}: its digest differs from the one in {Path(prefix).name}.json; it is damaged, "
+            "or not the tokenizer of the dataset; restore it, or prepare the dataset again"
+        )
 
 
 def summary(prefix: str | Path) -> dict[str, int | str | bool | None]:

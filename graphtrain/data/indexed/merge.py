@@ -74,8 +74,7 @@ def merge(prefixes: Sequence[str | Path], output: str | Path) -> DatasetDescript
         digests=file_digests(output),
         conversations=conversations and conversations.of(output),
     )
-    write_description(output, merged_description)
-    return merged_description
+    return write_description(output, merged_description)
 
 
 def _check(

@@ -1,0 +1,138 @@
+"""manifest.json of a checkpoint: size and SHA-256 of its files, verified before they are trusted.
+
+It is written into the directory of the step before Orbax renames it, so a complete checkpoint has
+one. Orbax's own notes on the directory (`_UNVERIFIED`) are written after it, and are not used.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from graphtrain.errors import TrainingError
+from graphtrain.files import atomic_write
+
+NAME = "manifest.json"
+_VERSION = 1
+_UNVERIFIED = {NAME, "_CHECKPOINT_METADATA", "commit_success.txt"}
+_THREADS = min(8, os.cpu_count() or 1)  # hashlib releases the GIL
+
+
+class DamagedCheckpoint(TrainingError):
+    """A file of a checkpoint is not as it was written.
+
+    Args:
+        checkpoint_path: Directory of the checkpoint.
+        reason: The file, relative to it, and what is wrong with the file.
+    """
+
+    def __init__(self, checkpoint_path: Path, reason: str) -> None:
+        super().__init__(
+            f"{checkpoint_path} is damaged: {reason}; restore the file from a copy, or use another "
+            "checkpoint"
+        )
+        self.checkpoint_path, self.reason = checkpoint_path, reason
+
+
+def write_manifest(directory: Path) -> None:
+    """Write the manifest of a checkpoint whose files are complete.
+
+    Raises:
+        OSError: a file cannot be read, or the manifest cannot be written.
+    """
+    names = _file_names(directory)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        entries = pool.map(lambda name: _entry(directory / name), names)
+        files = dict(zip(names, entries, strict=True))
+    content = {"version": _VERSION, "files": files}
+    content["digest"] = _digest(content)
+    with atomic_write(directory / NAME) as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())
+
+
+def verify_files(directory: Path, *, only: str = "", part: int = 0, parts: int = 1) -> None:
+    """Verify size and SHA-256 of the files of a checkpoint.
+
+    Args:
+        directory: Directory of the checkpoint.
+        only: Hash only the files whose names begin with this.
+        part: Which share of the files to hash, of `parts`. Sizes are always all verified.
+        parts: Number of shares, one for each rank.
+
+    Raises:
+        DamagedCheckpoint: a file is missing or not as it was written, or there is no manifest.
+    """
+    files = _read_manifest(directory)
+    hashed = {name for name in _shares(files, parts)[part] if name.startswith(only)}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(
+            pool.map(lambda name: _verify_file(directory, name, files[name], name in hashed), files)
+        )
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((directory / NAME).read_text())
+        digest = content.pop("digest")
+        if content["version"] != _VERSION:
+            raise DamagedCheckpoint(
+                directory, f"{NAME} has version {content['version']}, not {_VERSION}"
+            )
+        if digest != _digest(content):
+            raise DamagedCheckpoint(directory, f"{NAME} does not have the digest it was written by")
+        return {str(name): dict(entry) for name, entry in content["files"].items()}
+    except FileNotFoundError:
+        raise DamagedCheckpoint(
+            directory, f"{NAME} is missing (removed, or the checkpoint is of an earlier version)"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        first = str(error).partition("\n")[0]
+        raise DamagedCheckpoint(directory, f"{NAME} cannot be read ({first})") from None
+
+
+def _verify_file(directory: Path, name: str, entry: dict[str, Any], hashed: bool) -> None:
+    path = directory / name
+    try:
+        size = path.stat().st_size
+        if size != entry.get("size"):
+            raise DamagedCheckpoint(
+                directory, f"{name} has {size} bytes instead of {entry.get('size')}"
+            )
+        if hashed and _sha256(path) != entry.get("sha256"):
+            raise DamagedCheckpoint(directory, f"{name} does not have the SHA-256 of {NAME}")
+    except OSError as error:
+        raise DamagedCheckpoint(directory, f"{name} cannot be read ({error.strerror})") from None
+
+
+def _shares(files: dict[str, Any], parts: int) -> Sequence[set[str]]:
+    """Divide files among ranks so that each hashes about as many bytes: largest first."""
+    shares: list[set[str]] = [set() for _ in range(parts)]
+    loads = [0] * parts
+    for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
+        least = loads.index(min(loads))
+        shares[least].add(name)
+        loads[least] += files[name]["size"]
+    return shares
+
+
+def _file_names(directory: Path) -> list[str]:
+    paths = (path for path in directory.rglob("*") if path.is_file())
+    names = (path.relative_to(directory).as_posix() for path in paths)
+    return sorted(name for name in names if name not in _UNVERIFIED)
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Return the digest of the manifest itself, in the form that JSON gives back."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,124 @@
+"""Which settings determine what a run computes; a resumed run must have the same.
+
+Every setting is in one of two classes. Those of `MATHEMATICS` change the model, its data or its
+updates beyond rounding. Those of `EXECUTION` change where and how the same is computed, what is
+written and when, or only the beginning of a run. A name stands for a setting or for a table; the
+longest that matches counts.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from graphtrain.config.hf_config import config_path
+from graphtrain.config.lines import KeyPath
+from graphtrain.config.schema import Config, is_imported
+
+MATHEMATICS = frozenset(
+    {
+        "program.model",
+        "program.batch",
+        "program.optimizer",
+        "program.loss",
+        "program.adapter",
+        "run.data.train",
+        "run.data.packing",
+        "run.data.overlong",
+        "run.learning_rate",
+        "run.seed",
+    }
+)
+
+EXECUTION = frozenset(
+    {
+        "program.target",
+        "program.rules",
+        "program.mesh",
+        "program.pipeline",
+        "program.model.axes",  # only how arrays are sharded
+        "program.model.remat",
+        "program.model.attention",
+        "program.model.unroll",
+        "program.model.front_end",
+        "program.model.parity",
+        "program.batch.microbatches",
+        "program.batch.gradient_reduction",
+        "program.optimizer.offload_to_host",
+        "program.loss.chunk",
+        "run.directory",
+        "run.steps",  # a run may be continued; `train` says what that changes
+        "run.data.validation",
+        "run.init_from",  # frozen weights have digests of their own, in base.json
+        "run.init_adapter_from",
+        "run.report_every",
+        "run.save_every",
+        "run.keep_checkpoints",
+        "run.evaluate_every",
+        "run.evaluate_batches",
+        "run.tensorboard",
+    }
+)
+
+
+def classes_of(path: KeyPath) -> set[str]:
+    """Return the classes that name a setting or, if none does, the nearest table around it."""
+    while path:
+        name = ".".join(path)
+        tables = {"mathematics": MATHEMATICS, "execution": EXECUTION}
+        if classes := {kind for kind, names in tables.items() if name in names}:
+            return classes
+        path = path[:-1]
+    return set()
+
+
+def mathematics(config: Config) -> dict[str, Any]:
+    """Return the values of the settings that determine what a run computes, as JSON, by name.
+
+    A setting that is in no class counts: forgetting to classify it is then never silent. A path of
+    a model is replaced by the digest of its file. Datasets are left to their descriptions.
+    """
+    values: dict[str, Any] = {}
+    _collect((), config, values)
+    del values["run.data.train"]
+    model = config.program.model
+    if is_imported(model):
+        if model.hf:
+            values["program.model.hf"] = _file_digest(config_path(model.hf))
+        elif model.torch and (file := Path(model.torch.rpartition(":")[0])).suffix == ".py":
+            factory = model.torch.rpartition(":")[2]
+            values["program.model.torch"] = f"{_file_digest(file)}:{factory}"
+    return json.loads(json.dumps(values))
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the saved and the current value of each name whose values differ; None: unset."""
+    return {
+        name: (saved.get(name), current.get(name))
+        for name in saved | dict(current)
+        if saved.get(name) != current.get(name)
+    }
+
+
+def _collect(path: KeyPath, table: Any, values: dict[str, Any]) -> None:
+    for field in fields(table):
+        inner, value = (*path, field.name), getattr(table, field.name)
+        if is_dataclass(value) and not isinstance(value, type):
+            _collect(inner, value, values)
+        elif value is not None and classes_of(inner) != {"execution"}:
+            values[".".join(inner)] = _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _file_digest(path: Path) -> str:
+    try:
+        return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+    except OSError:  # reported where the model is opened
+        return "unreadable"

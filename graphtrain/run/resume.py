@@ -1,0 +1,241 @@
+"""Resumption: the newest sound checkpoint of a run, if it is a checkpoint of the same run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graphtrain.checkpoints.checkpoint import (
+    CheckpointInfo,
+    Checkpoints,
+    RestoredState,
+    read_checkpoint_info,
+    saved_steps,
+)
+from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files
+from graphtrain.config.identity import differences, mathematics
+from graphtrain.config.schema import Config, Run
+from graphtrain.data.indexed.dataset import dataset_paths
+from graphtrain.data.indexed.description import read_description
+from graphtrain.errors import TrainingError
+from graphtrain.files import atomic_write
+from graphtrain.run.agreement import check_same_checkpoints, on_all_ranks
+from graphtrain.run.learning_rate import learning_rate
+from lowering.trees import Tree
+from lowering.xla import distributed
+
+STEPS = "run.steps"  # recorded to say what a change of it does; never refused
+
+
+def identity_of(config: Config) -> dict[str, Any]:
+    """Return what a run computes, as JSON: settings by name, digests of its data and tokenizers.
+
+    Raises:
+        DataError: the description of a dataset is damaged.
+    """
+    train = config.run.data.train
+    is_single = isinstance(train, str)
+    prefixes = [train] if is_single else [part.dataset for part in train]
+    parts = [{}] if is_single else [{"weight": p.weight, "epochs": p.epochs} for p in train]
+    return {
+        **mathematics(config),
+        "run.data.train": [
+            {"digest": _dataset_digest(prefix)} | part
+            for prefix, part in zip(prefixes, parts, strict=True)
+        ],
+        "tokenizer": [
+            description.tokenizer_digest[:16] if description else None
+            for description in map(read_description, prefixes)
+        ],
+        STEPS: config.run.steps,
+    }
+
+
+def _dataset_digest(prefix: str) -> str | None:
+    """Return a digest of the digests in a dataset's description; without one, its sizes."""
+    description = read_description(prefix)
+    if description is None or description.digests is None:
+        sizes = [path.stat().st_size if path.exists() else 0 for path in dataset_paths(prefix)]
+        return f"{sizes[0]} + {sizes[1]} bytes"
+    conversations = description.conversations
+    digests = [description.digests, conversations and conversations.digests]
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass
+class Resumption:
+    """The checkpoints from which a run can resume, none of them read yet.
+
+    Args:
+        directory: Directory of the run.
+        identity: What the run computes now.
+        allowed: Names whose values may differ from those of the checkpoint.
+    """
+
+    directory: Path
+    identity: Mapping[str, Any]
+    allowed: Sequence[str] = ()
+    steps: list[int] = field(init=False)  # candidates, oldest first
+    _damaged: list[DamagedCheckpoint] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Find the newest checkpoint whose metadata is sound, and check that it is of this run.
+
+        Raises:
+            TrainingError: every checkpoint is damaged, or the newest is of another run.
+        """
+        self.steps = saved_steps(self.directory / "checkpoints")
+        check_same_checkpoints(str(self.directory), self.steps)
+        on_all_ranks(self._find_newest)
+
+    @property
+    def start(self) -> int:
+        """Step of the checkpoint from which the run resumes; 0 for a new run."""
+        return self.steps[-1] if self.steps else 0
+
+    def restore(self, checkpoints: Checkpoints, described: Tree) -> RestoredState:
+        """Load the newest sound checkpoint, and quarantine the damaged ones after it.
+
+        Raises:
+            TrainingError: every checkpoint is damaged, or one is of another program.
+        """
+        while True:
+            try:
+                restored = checkpoints.restore(self.start, described)
+                break
+            except DamagedCheckpoint as damaged:
+                self._skip(damaged)
+                on_all_ranks(self._find_newest)
+        for damaged in self._damaged:
+            destination = checkpoints.quarantine(damaged)
+            if distributed.rank() == 0:
+                warnings.warn(
+                    f"{damaged.checkpoint_path} is damaged: {damaged.reason}; moved it to "
+                    f"{destination}, resuming from step {self.start}",
+                    stacklevel=1,
+                )
+        return restored
+
+    @property
+    def info(self) -> CheckpointInfo:
+        """Metadata of the checkpoint from which the run resumes."""
+        return read_checkpoint_info(self.directory / "checkpoints", self.start)
+
+    def changes(self) -> list[dict[str, Any]]:
+        """Return the permitted changes, of this resumption and of those before it."""
+        if not self.steps:
+            return []
+        info = self.info
+        return info.changes + [
+            {"step": self.start, "name": name, "from": saved, "to": value}
+            for name, (saved, value) in _changed(info.identity, self.identity).items()
+        ]
+
+    def _find_newest(self) -> None:
+        """Drop checkpoints whose metadata is damaged; check the settings of the newest other."""
+        while self.steps:
+            path = self.directory / "checkpoints" / str(self.start)
+            try:
+                verify_files(path, only="about/")
+                info = self.info
+            except DamagedCheckpoint as damaged:
+                self._skip(damaged)
+                continue
+            self._check_identity(path, info)
+            return
+
+    def _skip(self, damaged: DamagedCheckpoint) -> None:
+        """Continue with the checkpoint before a damaged one.
+
+        Raises:
+            TrainingError: there is none; the files stay where they are, so that a run is never
+                silently started anew.
+        """
+        self._damaged.append(damaged)
+        self.steps.pop()
+        if not self.steps:
+            reasons = "; ".join(
+                f"{one.checkpoint_path.name}: {one.reason}" for one in self._damaged
+            )
+            raise TrainingError(
+                f"{self.directory}/checkpoints contains no sound checkpoint ({reasons}); restore "
+                "one from a copy, or set run.directory to a new directory to start again"
+            )
+
+    def _check_identity(self, path: Path, info: CheckpointInfo) -> None:
+        changed = _changed(info.identity, self.identity)
+        if unknown := [name for name in self.allowed if name not in info.identity | self.identity]:
+            raise TrainingError(
+                f"--allow-change {unknown[0]}: no such setting in {path}; the names are those in "
+                "the error message of a refused change"
+            )
+        if refused := {name: both for name, both in changed.items() if name not in self.allowed}:
+            listed = "; ".join(
+                f"{name} was {_say(saved)} and is {_say(value)}"
+                for name, (saved, value) in refused.items()
+            )
+            raise TrainingError(
+                f"{path} was saved by another program or with other data: {listed}; change it "
+                "back, set run.directory to a new directory, or permit it with "
+                + " ".join(f"--allow-change {name}" for name in refused)
+            )
+
+
+def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    changed = differences(saved, current)
+    changed.pop(STEPS, None)
+    return changed
+
+
+def _say(value: Any) -> str:
+    return "unset" if value is None else json.dumps(value)
+
+
+def data_changed(changes: Sequence[Mapping[str, Any]], start: int) -> bool:
+    """Return whether a change permitted at step `start` makes the order of the data another one."""
+    names = ("run.data.", "tokenizer", "run.seed", "program.batch.")
+    return any(change["step"] == start and change["name"].startswith(names) for change in changes)
+
+
+def write_config(directory: Path, text: str, start: int) -> None:
+    """Write config.toml; keep one that differs as config.STEP.toml, with the step it was used to.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    path = directory / "config.toml"
+    if path.exists() and path.read_bytes() != text.encode():
+        kept, number = path.with_name(f"config.{start}.toml"), 1
+        while kept.exists():
+            kept, number = path.with_name(f"config.{start}-{number}.toml"), number + 1
+        shutil.copyfile(path, kept)
+    with atomic_write(path) as file:
+        file.write(text.encode())
+
+
+def schedule_note(run: Run, saved_identity: Mapping[str, Any], start: int) -> str | None:
+    """Say how another number of steps changes the learning rate from here on; None if it does not.
+
+    Args:
+        run: Settings of the run.
+        saved_identity: Identity in the checkpoint.
+        start: Step of the checkpoint.
+    """
+    steps = saved_identity.get(STEPS)
+    if steps in (None, run.steps) or not 0 < start < run.steps:
+        return None
+    rates = [learning_rate(run.learning_rate, steps, step) for step in (start - 1, start)]
+    rate = learning_rate(run.learning_rate, run.steps, start)
+    if rate == rates[1 if start < steps else 0]:
+        return None
+    return (
+        f"run.steps was {steps} and is {run.steps}: the {run.learning_rate.schedule} schedule of "
+        f"the learning rate now ends at step {run.steps}; it was {rates[0]:.3e} at step {start} "
+        f"and is {rate:.3e} at step {start + 1}"
+    )
