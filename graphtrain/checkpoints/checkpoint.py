@@ -17,7 +17,9 @@ import lowering
 from graphtrain.checkpoints import private_orbax
 from graphtrain.checkpoints.layer_rows import Index, LayerRows, StackedArray, read_reordered_part
 from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files, write_manifest
+from graphtrain.config.identity import differences, is_of_model, model_mathematics, say
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import Program
 from graphtrain.errors import TrainingError
 from graphtrain.graphs.open_model import open_language_model
 from lowering.trees import Tree, flatten
@@ -310,6 +312,27 @@ def _verified(checkpoint_path: Path) -> Iterator[None]:
         verification.result()
 
 
+def check_same_model(checkpoint_path: Path, info: CheckpointInfo, program: Program) -> None:
+    """Check that a program computes the model whose weights a checkpoint contains.
+
+    Raises:
+        TrainingError: a setting of the model differs; names it with both values.
+    """
+    model = model_mathematics(program)
+    if not model or not info.identity:
+        return
+    of_training = {name: value for name, value in info.identity.items() if is_of_model(name)}
+    changed = differences(of_training, model)
+    if changed:
+        listed = "; ".join(
+            f"{name} was {say(saved)} and is {say(value)}"
+            for name, (saved, value) in changed.items()
+        )
+        raise TrainingError(
+            f"{checkpoint_path} contains the weights of another model: {listed}; change it back"
+        )
+
+
 def part_reader(where: Path, path: str) -> Callable[[Index], np.ndarray]:
     """Return a function that reads parts of one array of a checkpoint, and only those parts.
 
@@ -378,7 +401,11 @@ def _load_reordered(
 
 
 def restore_parameters(
-    directory: Path, step: int, described: Tree, arrangement: LayerOrder | None = None
+    directory: Path,
+    step: int,
+    described: Tree,
+    arrangement: LayerOrder | None = None,
+    program: Program | None = None,
 ) -> Tree:
     """Load only the parameters of a checkpoint.
 
@@ -387,10 +414,17 @@ def restore_parameters(
         step: Step of the checkpoint.
         described: Tree of parameters to restore, with their shapes, dtypes and shardings.
         arrangement: Order of the layer rows, if the checkpoint may have another.
+        program: Settings whose model must be that of the checkpoint.
 
     Raises:
-        TrainingError: the checkpoint contains other parameters, or cannot be read.
+        DamagedCheckpoint: a file of the checkpoint is not as it was written.
+        TrainingError: the checkpoint contains other parameters, is of another model, or cannot be
+            read.
     """
+    if program is not None:
+        verify_files(directory / str(step), only="about/")
+        info = read_checkpoint_info(directory, step)
+        check_same_model(directory / str(step), info, program)
     checkpoints = Checkpoints(directory, 1, arrangement)
     try:
         return checkpoints.restore(step, {"parameters": described}).state["parameters"]

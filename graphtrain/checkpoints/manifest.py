@@ -37,8 +37,12 @@ class DamagedCheckpoint(TrainingError):
         self.checkpoint_path, self.reason = checkpoint_path, reason
 
 
-def write_manifest(directory: Path) -> None:
-    """Write the manifest of a checkpoint whose files are complete.
+def write_manifest(directory: Path, manifest: Path | None = None) -> None:
+    """Write the manifest of a checkpoint, or of another directory, whose files are complete.
+
+    Args:
+        directory: The directory.
+        manifest: File to write; None for manifest.json in the directory.
 
     Raises:
         OSError: a file cannot be read, or the manifest cannot be written.
@@ -49,15 +53,23 @@ def write_manifest(directory: Path) -> None:
         files = dict(zip(names, entries, strict=True))
     content = {"version": _VERSION, "files": files}
     content["digest"] = _digest(content)
-    with atomic_write(directory / NAME) as file:
+    with atomic_write(manifest or directory / NAME) as file:
         file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
-def verify_files(directory: Path, *, only: str = "", part: int = 0, parts: int = 1) -> None:
-    """Verify size and SHA-256 of the files of a checkpoint.
+def verify_files(
+    directory: Path,
+    manifest: Path | None = None,
+    *,
+    only: str = "",
+    part: int = 0,
+    parts: int = 1,
+) -> None:
+    """Verify size and SHA-256 of the files of a checkpoint, or of another directory.
 
     Args:
-        directory: Directory of the checkpoint.
+        directory: The directory.
+        manifest: Its manifest; None for manifest.json in the directory.
         only: Hash only the files whose names begin with this.
         part: Which share of the files to hash, of `parts`. Sizes are always all verified.
         parts: Number of shares, one for each rank.
@@ -65,7 +77,7 @@ def verify_files(directory: Path, *, only: str = "", part: int = 0, parts: int =
     Raises:
         DamagedCheckpoint: a file is missing or not as it was written, or there is no manifest.
     """
-    files = _read_manifest(directory)
+    files = _read_manifest(directory, manifest or directory / NAME)
     hashed = {name for name in _shares(files, parts)[part] if name.startswith(only)}
     with ThreadPoolExecutor(_THREADS) as pool:
         list(
@@ -73,24 +85,27 @@ def verify_files(directory: Path, *, only: str = "", part: int = 0, parts: int =
         )
 
 
-def _read_manifest(directory: Path) -> dict[str, Any]:
+def _read_manifest(directory: Path, path: Path) -> dict[str, Any]:
     try:
-        content = json.loads((directory / NAME).read_text())
+        content = json.loads(path.read_text())
         digest = content.pop("digest")
         if content["version"] != _VERSION:
             raise DamagedCheckpoint(
-                directory, f"{NAME} has version {content['version']}, not {_VERSION}"
+                directory, f"{path.name} has version {content['version']}, not {_VERSION}"
             )
         if digest != _digest(content):
-            raise DamagedCheckpoint(directory, f"{NAME} does not have the digest it was written by")
+            raise DamagedCheckpoint(
+                directory, f"{path.name} does not have the digest it was written by"
+            )
         return {str(name): dict(entry) for name, entry in content["files"].items()}
     except FileNotFoundError:
         raise DamagedCheckpoint(
-            directory, f"{NAME} is missing (removed, or the checkpoint is of an earlier version)"
+            directory,
+            f"{path.name} is missing (removed, or the checkpoint is of an earlier version)",
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         first = str(error).partition("\n")[0]
-        raise DamagedCheckpoint(directory, f"{NAME} cannot be read ({first})") from None
+        raise DamagedCheckpoint(directory, f"{path.name} cannot be read ({first})") from None
 
 
 def _verify_file(directory: Path, name: str, entry: dict[str, Any], hashed: bool) -> None:
@@ -102,7 +117,9 @@ def _verify_file(directory: Path, name: str, entry: dict[str, Any], hashed: bool
                 directory, f"{name} has {size} bytes instead of {entry.get('size')}"
             )
         if hashed and _sha256(path) != entry.get("sha256"):
-            raise DamagedCheckpoint(directory, f"{name} does not have the SHA-256 of {NAME}")
+            raise DamagedCheckpoint(
+                directory, f"{name} does not have the SHA-256 it was written with"
+            )
     except OSError as error:
         raise DamagedCheckpoint(directory, f"{name} cannot be read ({error.strerror})") from None
 

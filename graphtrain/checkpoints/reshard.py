@@ -19,6 +19,7 @@ import numpy as np
 from graphtrain.checkpoints import private_orbax
 from graphtrain.checkpoints.checkpoint import (
     CheckpointInfo,
+    check_same_model,
     checkpoint_errors,
     read_checkpoint_info,
     saved_steps,
@@ -78,6 +79,7 @@ def reshard(
     strategy = _strategy(to)
     verify_files(source / "checkpoints" / str(step))
     info = read_checkpoint_info(source / "checkpoints", step)
+    check_same_model(source / "checkpoints" / str(step), info, strategy.settings)
     source_arrays = _source_arrays(info, config)
     target_arrays = _target_arrays(strategy)
     _check_same(

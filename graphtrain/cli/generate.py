@@ -149,10 +149,12 @@ def _tokenizer(config: "Config") -> "Tokenizer":
 
     Raises:
         DataError: there is no tokenizer, or it cannot be used.
+        WeightsError: its file is damaged.
     """
     from graphtrain.data.indexed.description import dataset_tokenizer
     from graphtrain.data.tokenizers.open import load_tokenizer
     from graphtrain.errors import DataError
+    from graphtrain.weights.hf_record import verify_hf_files
     from graphtrain.weights.sources import HF_FILES
 
     folders = [Path(config.run.directory) / HF_FILES]
@@ -160,6 +162,8 @@ def _tokenizer(config: "Config") -> "Tokenizer":
         folders += [Path(config.run.init_from) / HF_FILES, Path(config.run.init_from)]
     for folder in folders:
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            if folder.name == HF_FILES:
+                verify_hf_files(folder.parent)
             return load_tokenizer(folder)
     for prefix in _train_prefixes(config):
         if (tokenizer := dataset_tokenizer(prefix)) is not None:

@@ -1,4 +1,4 @@
-"""Which settings determine what a run computes; a resumed run must have the same.
+"""Settings that determine what a run computes; a resumed run must have the same.
 
 Every setting is in one of two classes. Those of `MATHEMATICS` change the model, its data or its
 updates beyond rounding. Those of `EXECUTION` change where and how the same is computed, what is
@@ -15,7 +15,7 @@ from typing import Any
 
 from graphtrain.config.hf_config import config_path
 from graphtrain.config.lines import KeyPath
-from graphtrain.config.schema import Config, is_imported
+from graphtrain.config.schema import Config, Program, is_imported
 
 MATHEMATICS = frozenset(
     {
@@ -90,7 +90,32 @@ def mathematics(config: Config) -> dict[str, Any]:
         elif model.torch and (file := Path(model.torch.rpartition(":")[0])).suffix == ".py":
             factory = model.torch.rpartition(":")[2]
             values["program.model.torch"] = f"{_file_digest(file)}:{factory}"
-    return json.loads(json.dumps(values))
+    return values
+
+
+# Settings of a model that matter only while it is trained, and its precision.
+_OF_TRAINING = {"program.model.dropout", "program.model.init_std", "program.model.dtype"}
+
+
+def model_mathematics(program: Program) -> dict[str, Any]:
+    """Return the part of `mathematics` that determines the outputs of a model with given weights.
+
+    An imported model has only its arrays' names and shapes compared.
+    """
+    values: dict[str, Any] = {}
+    if not is_imported(program.model):
+        _collect(("program", "model"), program.model, values)
+    return {name: value for name, value in values.items() if is_of_model(name)}
+
+
+def is_of_model(name: str) -> bool:
+    """Return whether a setting determines the outputs of a model with given weights."""
+    return name.startswith("program.model.") and name not in _OF_TRAINING
+
+
+def say(value: Any) -> str:
+    """Return a value of a setting for a message."""
+    return "unset" if value is None else json.dumps(value)
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -10,7 +10,11 @@ import numpy as np
 
 import lowering
 from graphtrain.cache import Cache
-from graphtrain.checkpoints.checkpoint import layer_order_of, restore_parameters, saved_steps
+from graphtrain.checkpoints.checkpoint import (
+    layer_order_of,
+    restore_parameters,
+    saved_steps,
+)
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config, Data, Program, Run
 from graphtrain.data.batches.blend import blend_counts
@@ -156,7 +160,9 @@ def checkpoint_loss(
     with lowering.backend(program.target).forbid_tracing():
         described = evaluate.inputs("parameters")
         if steps:
-            parameters = restore_parameters(directory, step, described, layer_order_of(program))
+            parameters = restore_parameters(
+                directory, step, described, layer_order_of(program), program.settings
+            )
         else:
             assert initial_weights is not None
             parameters = initial_weights.parameters(described)

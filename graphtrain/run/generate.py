@@ -239,7 +239,9 @@ def _weights(
     directory, adapter = Path(run.directory), trained.adapter
     if step is not None and adapter is None:
         arrangement = layer_order_of(program)
-        return restore_parameters(directory / "checkpoints", step, described, arrangement)
+        return restore_parameters(
+            directory / "checkpoints", step, described, arrangement, trained.settings
+        )
     from graphtrain.weights.initial import load_initial_parameters, open_initial_weights
     from graphtrain.weights.open import open_weights
     from graphtrain.weights.torch_modules import HuggingFaceWeights

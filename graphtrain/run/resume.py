@@ -19,7 +19,7 @@ from graphtrain.checkpoints.checkpoint import (
     saved_steps,
 )
 from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files
-from graphtrain.config.identity import differences, mathematics
+from graphtrain.config.identity import differences, mathematics, say
 from graphtrain.config.schema import Config, Run
 from graphtrain.data.indexed.dataset import dataset_paths
 from graphtrain.data.indexed.description import read_description
@@ -177,7 +177,7 @@ class Resumption:
             )
         if refused := {name: both for name, both in changed.items() if name not in self.allowed}:
             listed = "; ".join(
-                f"{name} was {_say(saved)} and is {_say(value)}"
+                f"{name} was {say(saved)} and is {say(value)}"
                 for name, (saved, value) in refused.items()
             )
             raise TrainingError(
@@ -191,10 +191,6 @@ def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, 
     changed = differences(saved, current)
     changed.pop(STEPS, None)
     return changed
-
-
-def _say(value: Any) -> str:
-    return "unset" if value is None else json.dumps(value)
 
 
 def data_changed(changes: Sequence[Mapping[str, Any]], start: int) -> bool:

@@ -190,16 +190,19 @@ def _copy_hf_files(config: Config, initial_weights: InitialWeights | None) -> No
 
     graphtrain convert graphtrain-to-hf exports them with the trained weights.
     """
+    from graphtrain.weights.hf_record import record_hf_files, verify_hf_files
     from graphtrain.weights.sources import HF_FILES
     from graphtrain.weights.tokenizer import copy_tokenizer
 
     run = config.run
     directory = Path(run.directory)
+    verify_hf_files(directory)
     if initial_weights is not None:
         initial_weights.save_run_files(directory)
     data = run.data.train if isinstance(run.data.train, str) else run.data.train[0].dataset
     with write_errors(directory):
         copy_tokenizer(data, directory / HF_FILES)
+        record_hf_files(directory)
 
 
 def _open_journal(

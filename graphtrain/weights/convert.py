@@ -35,6 +35,7 @@ from graphtrain.weights.families.family import (
     to_hugging_face,
 )
 from graphtrain.weights.files import DTYPE_CODES, WeightFiles, open_weight_files
+from graphtrain.weights.hf_record import record_hf_files, verify_hf_files
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.sources import HF_FILES, checkpoint_step, stored_name
 from graphtrain.weights.writer import SafetensorsWriter
@@ -92,6 +93,7 @@ def import_hugging_face(source: Path, destination: Path, progress: Progress) -> 
         writer.close()
         (directory / "model.toml").write_text(render_model(model))
         copy_hf_files(source, directory / HF_FILES)
+        record_hf_files(directory)
     progress(len(all_layer_weights), len(all_layer_weights))
     return summarize(family, model, arrays)
 
@@ -141,6 +143,7 @@ def export_hugging_face(
                 writer.write(name, tensor.astype(arrays[name][0], copy=False))
         writer.close()
         if weights.side.is_dir():
+            verify_hf_files(weights.directory)
             copy_hf_files(weights.side, directory)
         _write_config(directory, family, model, config, arrays)
     progress(len(all_layer_weights), len(all_layer_weights))
@@ -166,6 +169,7 @@ def _export_torch_model(
     resolved_step = checkpoint_step(source, step)
     with create_directory(destination) as directory:
         if (source / HF_FILES).is_dir():
+            verify_hf_files(source)
             copy_hf_files(source / HF_FILES, directory)
         model_type, num_parameters, num_arrays = export(
             program, source, resolved_step, directory, progress

@@ -131,4 +131,7 @@ def copy_hf_files_to_run(weights: WeightSource | HuggingFaceWeights, directory: 
 
         copy_hf_files(weights.side, directory / HF_FILES)
     elif weights.side.is_dir():
+        from graphtrain.weights.hf_record import verify_hf_files
+
+        verify_hf_files(weights.directory)
         shutil.copytree(weights.side, directory / HF_FILES, dirs_exist_ok=True)

@@ -117,7 +117,7 @@ class RunCheckpoint:
     """
 
     def __init__(self, directory: Path, step: int | None = None) -> None:
-        from graphtrain.checkpoints.checkpoint import read_checkpoint_info
+        from graphtrain.checkpoints.checkpoint import check_same_model, read_checkpoint_info
         from graphtrain.checkpoints.manifest import verify_files
         from graphtrain.config import load_config
 
@@ -128,6 +128,7 @@ class RunCheckpoint:
         self.program = program = load_config(directory / "config.toml").program
         self.model = program.model
         checkpoint_info = read_checkpoint_info(self._checkpoints, self.step)
+        check_same_model(self._checkpoints / str(self.step), checkpoint_info, program)
         rows = checkpoint_info.rows or layer_rows(resolve(program))
         self._row_of = {layer: row for row, layer in enumerate(rows) if layer is not None}
         self._held: dict[str, np.ndarray] = {}

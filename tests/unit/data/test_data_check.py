@@ -1,0 +1,104 @@
+import json
+
+import pytest
+
+from graphtrain.config.schema import BlendPart, Data
+from graphtrain.data.indexed.description import (
+    check_tokenizer_file,
+    read_description,
+)
+from graphtrain.data.indexed.verify import digest_problem, verify_sample
+from graphtrain.data.prepare.text import prepare
+from graphtrain.errors import DataError
+from graphtrain.run.data_check import DataCheck
+
+
+@pytest.fixture
+def prefix(make_corpus, tmp_path):
+    prepare([make_corpus([f"text {i} " * 30 for i in range(99)])], tmp_path / "data", "bytes")
+    return tmp_path / "data" / "train"
+
+
+def flip(path, position):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def without_samples(prefix):
+    """Write the description as earlier versions did: without blocks and its own digest."""
+    path = prefix.with_suffix(".json")
+    fields = json.loads(path.read_text())
+    del fields["samples"], fields["digest"]
+    path.write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
+def test_a_sample_finds_a_flipped_byte_of_a_small_file(prefix, suffix):
+    verify_sample(prefix)
+    path = prefix.with_suffix(suffix)
+    flip(path, path.stat().st_size // 3)
+    with pytest.raises(DataError, match=path.name):
+        verify_sample(prefix)
+
+
+def test_what_a_sample_missed_is_found_in_the_background(prefix):
+    without_samples(prefix)  # so that the sample of a small file does not find it first
+    flip(prefix.with_suffix(".bin"), 100)
+    check = DataCheck(Data(train=(BlendPart(dataset=str(prefix), weight=1.0),)))
+    check.raise_if_damaged()
+    check.start()
+    check._thread.join()
+    with pytest.raises(DataError, match=r"train.bin: its digest differs"):
+        check.raise_if_damaged()
+    check.close()
+
+
+def test_sound_data_is_said_to_be_sound(prefix):
+    check = DataCheck(Data(train=str(prefix), validation=str(prefix)))
+    check.start()
+    check._thread.join()
+    check.raise_if_damaged()
+    check.close()
+    assert digest_problem(prefix) is None
+
+
+def test_a_run_that_ends_first_says_what_was_not_verified(prefix, monkeypatch):
+    check = DataCheck(Data(train=str(prefix)))
+    monkeypatch.setattr(
+        "graphtrain.run.data_check.digest_problem",
+        lambda prefix, is_stopping: check._stopping.wait() and None,
+    )
+    check.start()
+    with pytest.warns(UserWarning, match=r"ended before .*train were verified as a whole"):
+        check.close()
+
+
+def test_blocks_of_a_large_file_are_spread_over_it(tmp_path):
+    from graphtrain.data.indexed import blocks
+
+    path = tmp_path / "train.bin"
+    path.write_bytes(bytes(range(256)) * (1 << 14))  # 4 MiB: 16 blocks, all of them a sample
+    digests = blocks.sample_digests(tmp_path / "train", [path])
+    assert len(digests[".bin"]) == 16
+    assert blocks.damaged_block(tmp_path / "train", digests) is None
+    flip(path, (3 << 20) + 7)
+    assert blocks.damaged_block(tmp_path / "train", digests) == (path, 3 << 20)
+
+
+def test_a_damaged_tokenizer_is_not_copied(prefix, tmp_path):
+    description = read_description(prefix)
+    assert description is not None
+    (prefix.parent / "tokenizer.json").write_text("{}")
+    path = prefix.with_suffix(".json")
+    without_samples(prefix)
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields | {"tokenizer_file": "tokenizer.json"}))
+    damaged = read_description(prefix)
+    assert damaged is not None
+    with pytest.raises(DataError, match=r"tokenizer.json: its digest differs"):
+        check_tokenizer_file(prefix, damaged)
+    from graphtrain.weights.tokenizer import copy_tokenizer
+
+    with pytest.raises(DataError, match=r"tokenizer.json: its digest differs"):
+        copy_tokenizer(str(prefix), tmp_path / "out")

@@ -1,0 +1,134 @@
+import jax
+import numpy as np
+import pytest
+
+from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters, saved_steps
+from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files, write_manifest
+
+STATE = {"parameters": {"head": np.random.default_rng(0).random((64, 64), np.float32)}}
+NOT_READ = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # Orbax's notes, after the manifest
+
+
+def save(directory, steps=(1,)):
+    checkpoints = Checkpoints(directory, max_to_keep=3)
+    for step in steps:
+        checkpoints.save(step, jax.device_put(STATE), {"step": step})
+    checkpoints.close()
+    return directory / str(steps[-1])
+
+
+def described():
+    state = jax.device_put(STATE)
+    return jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), state
+    )
+
+
+def files(path):
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def flip(path, position):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0x10
+    path.write_bytes(content)
+
+
+def restore(directory, step):
+    checkpoints = Checkpoints(directory, max_to_keep=3)
+    try:
+        return checkpoints.restore(step, described()).state["parameters"]["head"]
+    finally:
+        checkpoints.close()
+
+
+def test_a_flipped_byte_of_any_file_is_found_and_named(tmp_path):
+    step = save(tmp_path)
+    names = [file.relative_to(step).as_posix() for file in files(step)]
+    assert any(name.startswith("state/ocdbt.process_0/d/") for name in names)
+    for name in names:
+        content = (step / name).read_bytes()
+        flip(step / name, len(content) // 2)
+        if name in NOT_READ:
+            np.testing.assert_array_equal(restore(tmp_path, 1), STATE["parameters"]["head"])
+        else:
+            with pytest.raises(DamagedCheckpoint, match=f"is damaged: {name}"):
+                restore(tmp_path, 1)
+        (step / name).write_bytes(content)
+    np.testing.assert_array_equal(restore(tmp_path, 1), STATE["parameters"]["head"])
+
+
+def test_the_metadata_of_orbax_may_be_damaged_anywhere(tmp_path):
+    path = save(tmp_path) / "_CHECKPOINT_METADATA"
+    content = path.read_bytes()
+    for position in range(0, len(content), max(1, len(content) // 6)):
+        flip(path, position)
+        np.testing.assert_array_equal(restore(tmp_path, 1), STATE["parameters"]["head"])
+        path.write_bytes(content)
+
+
+def test_a_missing_shortened_or_added_manifest_file_is_said(tmp_path):
+    step = save(tmp_path)
+    largest = max(files(step / "state"), key=lambda file: file.stat().st_size)
+    content = largest.read_bytes()
+    largest.write_bytes(content[:-1])
+    with pytest.raises(DamagedCheckpoint, match=f"{largest.name} has {len(content) - 1} bytes"):
+        verify_files(step)
+    largest.unlink()
+    with pytest.raises(DamagedCheckpoint, match=f"{largest.name} cannot be read"):
+        verify_files(step)
+    (step / "manifest.json").unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"manifest.json is missing"):
+        restore_parameters(tmp_path, 1, described()["parameters"])
+
+
+def test_ranks_share_the_files(tmp_path):
+    step = save(tmp_path)
+    names = [name for name in files(step) if name.name not in {"manifest.json", *NOT_READ}]
+    for file in [*names, step / "about" / "metadata"]:
+        content = file.read_bytes()
+        flip(file, 0)
+        found = 0
+        for rank in range(3):
+            try:
+                verify_files(step, part=rank, parts=3)
+            except DamagedCheckpoint:
+                found += 1
+        assert found == 1, file
+        file.write_bytes(content)
+
+
+def test_a_quarantined_checkpoint_can_be_saved_again(tmp_path):
+    directory = tmp_path / "run" / "checkpoints"
+    save(directory, (1, 2))
+    checkpoints = Checkpoints(directory, max_to_keep=3)
+    checkpoints.restore(2, described())
+    moved = checkpoints.quarantine(DamagedCheckpoint(directory / "2", "state/x differs"))
+    assert saved_steps(directory) == [1] and moved == tmp_path / "run" / "quarantine" / "2-1"
+    checkpoints.save(2, jax.device_put(STATE), {"step": 2})
+    checkpoints.wait()
+    again = checkpoints.quarantine(DamagedCheckpoint(directory / "2", "state/x differs"))
+    checkpoints.close()
+    assert again.name == "2-2" and saved_steps(directory) == [1]
+
+
+def test_a_checkpoint_is_complete_with_its_manifest_or_not_at_all(tmp_path, monkeypatch):
+    def fail(directory):
+        assert directory.name != "2" and (directory / "state").is_dir()
+        raise OSError(28, "No space left on device")
+
+    save(tmp_path, (1,))
+    monkeypatch.setattr("graphtrain.checkpoints.checkpoint.write_manifest", fail)
+    with pytest.raises(Exception, match=r"cannot be written"):
+        save(tmp_path, (2,))
+    assert saved_steps(tmp_path) == [1]
+
+
+def test_the_manifest_of_another_directory_lies_beside_it(tmp_path):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "tokenizer.json").write_text("{}")
+    write_manifest(tmp_path / "files", tmp_path / "files.json")
+    verify_files(tmp_path / "files", tmp_path / "files.json")
+    (tmp_path / "files" / "tokenizer.json").write_text("[]")
+    with pytest.raises(DamagedCheckpoint, match=r"tokenizer.json does not have the SHA-256"):
+        verify_files(tmp_path / "files", tmp_path / "files.json")
