@@ -25,6 +25,8 @@ REMEDIES = {
     "use_replica_parallel off. Saving must compile nothing.",
     "host_array_handlers": "orbax/checkpoint/type_handlers, NumpyHandler: find what turns the copy "
     "off. Resharding writes arrays larger than the memory.",
+    "before_commit": "orbax/checkpoint/_src/path/atomicity.py, AtomicRenameTemporaryPath: find "
+    "what renames a finished directory. A checkpoint must never be complete without its manifest.",
     "synchronization": "orbax/checkpoint/options.py, MultiprocessingOptions: find what makes it "
     "synchronize through the coordination service, not by a collective.",
 }
@@ -45,7 +47,7 @@ def test_every_private_interface_has_a_canary_and_a_remedy():
 STATE = {"parameters": {"head": np.arange(24, dtype=np.float32).reshape(4, 6)}}
 
 
-def save(directory, state, registry, processes=1):
+def save(directory, state, registry, processes=1, **options):
     with ocp.CheckpointManager(
         directory,
         item_handlers={
@@ -53,7 +55,9 @@ def save(directory, state, registry, processes=1):
             "about": ocp.JsonCheckpointHandler(),
         },
         options=ocp.CheckpointManagerOptions(
-            create=False, multiprocessing_options=private_orbax.synchronization(processes)
+            create=False,
+            multiprocessing_options=private_orbax.synchronization(processes),
+            **options,
         ),
     ) as manager:
         items = ocp.args.Composite(
@@ -119,3 +123,20 @@ def test_arrays_of_the_host_are_written_without_a_copy(tmp_path):
 def test_processes_synchronize_by_the_service():
     assert private_orbax.synchronization(1).active_processes is None
     assert private_orbax.synchronization(3).active_processes == {0, 1, 2}
+
+
+@canary("before_commit")
+def test_a_function_is_called_once_before_a_checkpoint_is_renamed(tmp_path):
+    called = []
+
+    def note(path):
+        called.append(path.name)
+        assert (path / "about" / "metadata").is_file() and (path / "state" / "_METADATA").is_file()
+        assert private_orbax.complete_steps(tmp_path) == []
+        (path / "manifest.json").write_text("{}")
+
+    registry = private_orbax.whole_shard_handlers()
+    path_class = private_orbax.before_commit(note)
+    save(tmp_path, jax.tree.map(jnp.asarray, STATE), registry, temporary_path_class=path_class)
+    assert len(called) == 1 and called[0] != "3"
+    assert (tmp_path / "3" / "manifest.json").read_text() == "{}"
