@@ -79,7 +79,7 @@ def overwrite(path: str, place: int, value: bytes) -> None:
 def edit(prefix, **changes) -> None:
     path = Path(f"{prefix}.json")
     fields = json.loads(path.read_text()) | changes
-    del fields["digest"]  # of the description itself, as in those of earlier versions
+    fields.pop("digest", None)  # of the description itself, as in those of earlier versions
     path.write_text(json.dumps(fields))
 
 
