@@ -122,7 +122,7 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[st
     """Return the saved and the current value of each name whose values differ; None: unset."""
     return {
         name: (saved.get(name), current.get(name))
-        for name in saved | dict(current)
+        for name in dict(saved) | dict(current)
         if saved.get(name) != current.get(name)
     }
 

@@ -170,7 +170,9 @@ class Resumption:
 
     def _check_identity(self, path: Path, info: CheckpointInfo) -> None:
         changed = _changed(info.identity, self.identity)
-        if unknown := [name for name in self.allowed if name not in info.identity | self.identity]:
+        if unknown := [
+            name for name in self.allowed if name not in info.identity | dict(self.identity)
+        ]:
             raise TrainingError(
                 f"--allow-change {unknown[0]}: no such setting in {path}; the names are those in "
                 "the error message of a refused change"

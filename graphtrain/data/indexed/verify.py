@@ -90,7 +90,9 @@ def digest_problem(
     if description.conversations is not None:
         recorded[loss_spans_prefix(prefix)] = description.conversations.digests
     for files, digests in recorded.items():
-        for path in dataset_paths(files) if digests is not None else ():
+        if digests is None:
+            continue
+        for path in dataset_paths(files):
             digest = _digest(path, is_stopping)
             if digest is not None and digest != digests.get(path.suffix[1:]):
                 return (
