@@ -1,4 +1,4 @@
-"""Atomic creation of files and directories: they appear complete under their name, or not at all.
+"""Files: they appear complete under their name, or not at all; JSON has the types it should have.
 
 Each path must have one writer at a time. The cache, into which several processes write the same
 entries, has its own functions (`graphtrain.cache.writing`): their temporary files have unique names
@@ -6,15 +6,20 @@ that tell whose they are, so that leftovers can be collected.
 """
 
 import hashlib
+import json
 import os
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from graphtrain.errors import TrainingError, WeightsError
+from sharding_rules.documents import DocumentError
+
+_T = TypeVar("_T")
 
 
 def partial_path(path: Path) -> Path:
@@ -107,3 +112,27 @@ def content_digest(path: Path) -> str:
     """Return the SHA-256 digest of the content of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def validate(schema: type[_T], value: Any) -> _T:
+    """Return a JSON value as an instance of a dataclass or TypedDict.
+
+    Raises:
+        DocumentError: the value does not have this type; the message names the first entry.
+    """
+    from pydantic import ValidationError  # not needed until a file is read
+
+    try:
+        # Through JSON, because the strict mode of pydantic refuses dictionaries for dataclasses.
+        return _adapter(schema).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        location, message = ".".join(map(str, problem["loc"])), problem["msg"]
+        raise DocumentError(f"{location}: {message}" if location else message) from None
+
+
+@cache
+def _adapter(schema: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(schema)

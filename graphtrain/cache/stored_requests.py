@@ -5,15 +5,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from graphtrain.cache.authentication import EntryAuthenticator
 from graphtrain.cache.key import CacheKey
 from graphtrain.cache.layout import SCHEMA, is_digest
 from graphtrain.cache.programs import DamagedEntry, parse, read_bytes, read_errors, timestamp
-
-if TYPE_CHECKING:
-    from graphtrain.cache.summaries import RequestSummary
 
 LAST_LINE = b"}}"  # last line of a request file
 
@@ -68,7 +65,18 @@ def authenticate(authenticator: EntryAuthenticator, request: str, program: str) 
     return authenticator.code("request", request, program)
 
 
-def may_use(authenticator: EntryAuthenticator, request: "StoredRequest | RequestSummary") -> bool:
+class AuthenticatedRequest(Protocol):
+    """The fields of a stored request, or of its summary, that its code covers."""
+
+    @property
+    def digest(self) -> str: ...
+    @property
+    def program(self) -> str: ...
+    @property
+    def code(self) -> str: ...
+
+
+def may_use(authenticator: EntryAuthenticator, request: AuthenticatedRequest) -> bool:
     """Return whether this user stored the request, or trusts the cache."""
     own = authenticator.is_own(request.code, "request", request.digest, request.program)
     return own or authenticator.trusts_directory

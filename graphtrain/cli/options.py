@@ -35,7 +35,7 @@ class LocalPath(click.Path):
         super().__init__(path_type=Path, **restrictions)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from graphtrain.paths import check_local_path
+        from sharding_rules.paths import check_local_path
 
         try:
             check_local_path(str(value))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypedDict
 from pydantic import Field
 
 from graphtrain.errors import ImportedModelError
-from graphtrain.validation import validate
+from graphtrain.files import validate
 from sharding_rules.documents import DocumentError, read_object
 
 _Count = Annotated[int, Field(ge=0, le=2**31 - 1)]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.errors import ConfigError
-from graphtrain.paths import check_local_path
 from sharding_rules.documents import read_toml
+from sharding_rules.paths import check_local_path
 
 _FILE = Path(__file__).with_name("presets.toml")
 

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from graphtrain.errors import WeightsError
-from graphtrain.validation import validate
+from graphtrain.files import validate
 from sharding_rules.documents import parse_object, read_object
 
 DTYPES = {

@@ -8,11 +8,11 @@ import pytest
 
 from graphtrain.config import load_config
 from graphtrain.errors import ConfigError
-from graphtrain.paths import check_local_path
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from sharding_rules.documents import DocumentError, parse_json, parse_toml, read_text
 from sharding_rules.errors import ShardingError
+from sharding_rules.paths import check_local_path
 from sharding_rules.rules import Rules
 
 CONFIG = """

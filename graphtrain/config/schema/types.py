@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from graphtrain.paths import check_local_path
+from sharding_rules.paths import check_local_path
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 

@@ -14,8 +14,7 @@ from graphtrain.data.indexed.loss_spans import LossSpans, loss_spans_prefix
 from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
-from graphtrain.files import atomic_write, content_digest
-from graphtrain.validation import validate
+from graphtrain.files import atomic_write, content_digest, validate
 from sharding_rules.documents import read_object
 
 _SUMMARY_TOKENS = 256  # tokens of the first document shown in a summary
