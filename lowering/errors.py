@@ -10,6 +10,15 @@ class LoweringError(UserError, RuntimeError):
     """A graph cannot be lowered, compiled or loaded; the message says what to change."""
 
 
+class PeerLost(LoweringError):
+    """Another process of the run has ended, stopped or stalled; the run resumes if it is restarted.
+
+    Its status is EX_TEMPFAIL of sysexits.h, on which launchers start the run again.
+    """
+
+    exit_status = 75
+
+
 class OutOfMemory(LoweringError):
     """A program does not fit in device memory, as reported by the compiler or the device."""
 

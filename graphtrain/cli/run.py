@@ -115,6 +115,11 @@ def _compile_missing(config: Path, program, store) -> None:
 def _format_summary(summary, directory: str) -> str:
     loss = summary.validation_loss
     loss_text = "" if loss is None else f", validation loss {loss:.4f}"
+    if summary.stopped_by and summary.steps == (summary.resumed_from or 0):
+        return (
+            f"stopped by {summary.stopped_by} before step {summary.steps + 1}; the same command "
+            "starts there again"
+        )
     if summary.stopped_by:
         return (
             f"stopped by {summary.stopped_by} after step {summary.steps}; saved in {directory}; "

@@ -1,7 +1,7 @@
 """Validation loss, computed by the compiled evaluation step."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,12 @@ def validation_loss(
     weights: tuple[Tree, ...],
     batches: Iterable[dict[str, np.ndarray]],
     target: Target,
-) -> float:
+    *,
+    should_stop: Callable[[int], bool] = lambda batch: False,
+) -> float | None:
     """Return the mean loss in nats over all tokens of the loss mask; for preferences, over pairs.
+
+    None if the evaluation was given up.
 
     Args:
         evaluate: The loaded evaluation step.
@@ -47,13 +51,16 @@ def validation_loss(
         batches: Batches of the step's shape; of each, the rows that `BatchPlacement` of the step
             names.
         target: The machine.
+        should_stop: Called before each batch with its number; if true, the evaluation is given up.
 
     Raises:
         DataError: the loss mask of every batch is empty.
     """
     placement = BatchPlacement(evaluate.inputs("batch"), target)
     losses, targets = [], []
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        if should_stop(number):
+            return None
         metrics = evaluate(*weights, placement.to_devices(batch))["metrics"]
         losses.append(float(metrics["loss_sum"]))
         targets.append(float(metrics["targets"]))
@@ -181,6 +188,7 @@ def checkpoint_loss(
             )
         )
         loss = validation_loss(evaluate, weights, batches, program.target)
+    assert loss is not None  # no evaluation is given up here
     return {"step": step, "validation_loss": loss, "perplexity": perplexity(loss)}
 
 

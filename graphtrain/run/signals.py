@@ -1,5 +1,9 @@
-"""Handling of SIGTERM and Ctrl-C as requests to finish the step, save a checkpoint and stop."""
+"""Handling of SIGTERM and Ctrl-C as requests to finish the step, save a checkpoint and stop.
 
+An evaluation is given up; a resumed run repeats it.
+"""
+
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -17,16 +21,23 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
 
-    def should_stop(self, step: int) -> bool:
-        """Return whether the run stops after this step. The result is the same on every rank."""
+    def should_stop(self) -> bool:
+        """Return whether the run stops here. The result is the same on every rank.
+
+        Every rank asks at the same places: after each step and before each batch of an evaluation.
+        """
         return self.signal is not None
 
 
 class DistributedStopRequest(StopRequest):
-    """Request to stop that all processes share: a signal to one stops all after the same step."""
+    """Request to stop that all processes share: a signal to one stops all at the same place."""
 
-    def should_stop(self, step: int) -> bool:
-        if distributed.is_stop_agreed(step):
+    def __init__(self) -> None:
+        super().__init__()
+        self._polls = itertools.count()
+
+    def should_stop(self) -> bool:
+        if self.signal is None and distributed.is_stop_agreed(next(self._polls)):
             self.signal = signal.SIGTERM
         return self.signal is not None
 

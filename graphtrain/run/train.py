@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,8 @@ from graphtrain.run.metrics import Journal, Record, good_steps, read_journal
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.resume import Resumption, data_changed, identity_of, schedule_note, write_config
 from graphtrain.run.signals import StopRequest, stop_requests
+from graphtrain.run.stalls import COMPUTING, DATA, EVALUATING, SAVING
+from graphtrain.run.watchdog import Watchdog, watched
 from lowering.machine import host, startup
 from lowering.machine.memory_pages import use_huge_pages
 from lowering.machine.target import Target
@@ -84,6 +86,7 @@ def train(
     directory = Path(run.directory)
     is_rank_zero = distributed.rank() == 0  # rank 0 writes the files that all ranks share
     with ExitStack() as stack:
+        watchdog = stack.enter_context(watched(run.watchdog, directory))
         on_all_ranks(
             lambda: stack.enter_context(locked_run_directory(directory)) if is_rank_zero else None
         )
@@ -152,9 +155,15 @@ def train(
             start,
             data_check,
             {"identity": identity, "changes": changes},
+            stop,
+            watchdog,
         )
         startup.resume_garbage_collection()
-        return loop.run_steps(state, stop)
+        watchdog.collective = largest_collective(step.record)
+        with watchdog.reporting_errors():
+            return loop.run_steps(
+                state, evaluate_first=bool(saved) and is_evaluation_owed(run, start)
+            )
 
 
 def _preallocate_memory(programs: LoadedPrograms, target: Target) -> startup.MemoryPrefault:
@@ -284,6 +293,37 @@ def _validation(
     )
 
 
+def is_evaluation_due(run: Run, step: int) -> bool:
+    """Return whether the run evaluates after a step."""
+    every = run.evaluate_every
+    return step == run.steps or bool(every and step % every == 0)
+
+
+def is_evaluation_owed(run: Run, start: int) -> bool:
+    """Return whether the evaluation after step `start` is due, but the journal has no result.
+
+    A run that is stopped during an evaluation gives it up. All ranks decide as rank 0 does.
+    """
+    if run.data.validation is None or not is_evaluation_due(run, start):
+        return False
+    journal = read_journal(Path(run.directory)) if distributed.rank() == 0 else []
+    is_recorded = any(record["step"] == start and "validation_loss" in record for record in journal)
+    return not distributed.all_gather_text("recorded" if is_recorded else "")[0]
+
+
+def largest_collective(record: Mapping[str, Any]) -> str:
+    """Describe the collective of a program that sends most, for messages; empty without any.
+
+    Which collective a rank waits in is known to the device only: programs overlap them.
+    """
+    collectives = record.get("collectives")
+    if not collectives:
+        return ""
+    largest = collectives[0]  # they are sorted by the bytes that they send
+    axes = ", ".join(largest.get("axes", ()))
+    return f"probably in one of its collectives (the largest: {largest['op']} over {axes})"
+
+
 def _record_measurements(
     program: ResolvedProgram,
     run: Run,
@@ -329,6 +369,8 @@ class TrainingLoop:
     start: int
     data_check: DataCheck
     records: dict[str, Any]  # kept in every checkpoint: what the run is, and permitted changes
+    stop: StopRequest
+    watchdog: Watchdog
     _write: Report = field(init=False)
     _journal_position: JournalPosition = field(init=False)
     # Last started step: its number, metrics, learning rate, and seconds waited for data.
@@ -343,35 +385,61 @@ class TrainingLoop:
         else:
             self._flops = useful_flops_per_token(with_native_model(program))
 
-    def run_steps(self, state: Tree, stop: StopRequest) -> RunSummary:
-        """Run the steps from the first to run.steps, with evaluations and checkpoints."""
-        run, target = self.run, self.program.target
+    def run_steps(self, state: Tree, *, evaluate_first: bool = False) -> RunSummary:
+        """Run the steps from the first to run.steps, with evaluations and checkpoints.
+
+        Args:
+            state: state before the first step.
+            evaluate_first: whether the evaluation before the first step was given up by the run
+                that saved the checkpoint, and is repeated.
+        """
+        run, target, stop, watchdog = self.run, self.program.target, self.stop, self.watchdog
         step = self.programs["train"]
-        validation, completed_steps = None, self.start
+        validation, completed_steps, opened = None, self.start, False
+        if stop.should_stop():  # while the run was loading; there is nothing new to save
+            return self._summary(completed_steps, None)
+        if evaluate_first:
+            self._write, self._journal_position = self.open_journal()
+            opened = True
+            validation = self._validate(self.start, state)
         for index in range(self.start, run.steps):
+            if stop.signal is not None:  # in the first evaluation
+                break
             rate = learning_rate(run.learning_rate, run.steps, index)
+            watchdog.move(DATA, index + 1)
             batch, waited = self._next_batch()
+            watchdog.move(COMPUTING, index + 1)
             outputs = step(state, *self.frozen, self.placement.to_devices(batch), np.float32(rate))
             state, completed_steps = outputs["state"], index + 1
-            if index == self.start:
+            if not opened:
                 self._write, self._journal_position = self.open_journal()  # while it computes
+                opened = True
             self._finish_pending_step()
             self.data_check.raise_if_damaged()
             if index == self.start + 1 and target.platform == "cpu":
                 use_huge_pages()  # heap of the first step, which has completed
             self._pending = completed_steps, outputs["metrics"], rate, waited
             last = completed_steps == run.steps
-            if last or (run.evaluate_every and completed_steps % run.evaluate_every == 0):
+            if is_evaluation_due(run, completed_steps):
                 validation = self._validate(completed_steps, state)
-            stopping = stop.should_stop(completed_steps)
+            stopping = stop.should_stop()
             if last or completed_steps % run.save_every == 0 or stopping:
                 self._finish_pending_step()  # checks that the loss is finite before saving
                 self.data_check.raise_if_damaged()
+                watchdog.move(SAVING, completed_steps)
                 self._save(completed_steps, state)
             if stopping:
                 break
         self._finish_pending_step()
-        stopped = stop.signal.name if stop.signal and completed_steps < run.steps else None
+        watchdog.move(SAVING, completed_steps)  # until the last checkpoint is complete
+        return self._summary(completed_steps, validation)
+
+    def _summary(self, completed_steps: int, validation: float | None) -> RunSummary:
+        run, stop = self.run, self.stop
+        is_complete = completed_steps == run.steps and (
+            run.data.validation is None or validation is not None
+        )
+        stopped = stop.signal.name if stop.signal and not is_complete else None
         return RunSummary(completed_steps, self.start or None, validation, stopped)
 
     def _save(self, completed_steps: int, state: Tree) -> None:
@@ -468,7 +536,15 @@ class TrainingLoop:
         rows = BatchPlacement(evaluate.inputs("batch"), self.program.target).rows
         batches = on_all_ranks(lambda: _validation(run, self.program.settings, rows))
         weights = state["parameters"], *self.frozen
-        loss = validation_loss(evaluate, weights, batches, self.program.target)
+        target = self.program.target
+
+        def should_stop(batch: int) -> bool:
+            self.watchdog.move(EVALUATING, completed_steps, batch)
+            return self.stop.should_stop()
+
+        loss = validation_loss(evaluate, weights, batches, target, should_stop=should_stop)
+        if loss is None:
+            return None
         self._write({"step": completed_steps, "validation_loss": loss})
         self._last_finished_at = time.perf_counter()  # do not count the evaluation as step time
         return loss

@@ -6,24 +6,30 @@ Messages go through the key-value store of JAX's distributed service; nothing is
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import os
+import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from lowering.errors import LoweringError
+from lowering.errors import LoweringError, PeerLost
 from lowering.machine.target import Target
 from lowering.xla import private
 
 _EXCHANGE_TIMEOUT = 600  # timeout in seconds for the slowest process to reach an exchange
-_HEARTBEAT_TIMEOUT = 60  # seconds without a heartbeat after which a process is considered dead
+# Seconds without a heartbeat after which JAX considers a process dead. Longer than the silence that
+# graphtrain.run.watchdog accepts, which can name the rank and what it did.
+_HEARTBEAT_TIMEOUT = 120
 _ERROR_EXIT_TIMEOUT = 5  # seconds that rank 0 waits for the other ranks when all end with an error
 _SHUTDOWN_TIMEOUT = 120  # seconds that the first process to shut down waits for the last
 _MAX_LISTED_RANKS = 20  # ranks that a message lists
+_WATCHDOG_TIME = 60  # seconds that a watchdog has to end this process when a connection is lost
 _SLICE_PORT = 8476  # of the coordinator on the first host of a TPU slice
 _SINGLE_PROCESS = SimpleNamespace(
     process_id=0, num_processes=1, client=None, coordinator_address=None,
@@ -105,16 +111,20 @@ def initialize(member: Membership, target: Target) -> None:
     Raises:
         LoweringError: the other processes did not join in time.
     """
-    import jax
-
+    # XLA logs each lost connection as an error with a C++ trace; the run says it in one line.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     options: dict[str, Any] = {}
     if member.coordinator:
         options["coordinator_address"] = member.coordinator
+    if member.rank == 0 and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        address = member.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
+        options["coordinator_bind_address"] = bind_address(address)
     if target.is_gpu and target.processes:
         # All GPUs of the host. JAX's default is one GPU for each process.
         options["local_device_ids"] = list(range(target.devices // target.processes))
     try:
-        jax.distributed.initialize(
+        private.initialize_distributed(
+            _end_without_peers,
             **options,
             num_processes=member.count,
             process_id=member.rank,
@@ -129,6 +139,29 @@ def initialize(member: Membership, target: Target) -> None:
             f"{member.coordinator or 'the first node of the Slurm step'}: {first}; check that all "
             "processes are started and can reach that address"
         ) from None
+
+
+def bind_address(coordinator: str) -> str | None:
+    """Return the address on which rank 0 listens: that at which the others look for it.
+
+    None for all interfaces, JAX's default: if the host's name has an address that this host does
+    not have (behind a proxy, or not resolved yet), or a loopback address, as many hosts resolve
+    their own name, at which no other host would find it.
+    """
+    host, _, port = coordinator.rpartition(":")
+    name = host.strip("[]")
+    if not name or not port:
+        return None
+    try:
+        *_, (address, *_) = socket.getaddrinfo(name, 0, proto=socket.IPPROTO_TCP)[0]
+        is_ipv6 = ":" in str(address)
+        with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return None
+    if ipaddress.ip_address(address).is_loopback and name not in ("localhost", address):
+        return None
+    return f"[{address}]:{port}" if is_ipv6 else f"{address}:{port}"
 
 
 def rank() -> int:
@@ -186,10 +219,32 @@ def _missing(client: Any, directory: str) -> str:
     return f"rank {listed}{f' and {omitted} more' if omitted > 0 else ''}"
 
 
-def is_stop_agreed(step: int) -> bool:
-    """Return whether all processes stop after this step because one of them received SIGTERM."""
+def is_stop_agreed(poll: int) -> bool:
+    """Return whether all processes stop at this poll because one of them received SIGTERM.
+
+    Args:
+        poll: number of the poll, which increases by 1 and is the same at the same place of the
+            run on all processes.
+    """
     manager = _state().preemption_sync_manager
-    return manager is not None and manager.reached_sync_point(step)
+    return manager is not None and manager.reached_sync_point(poll)
+
+
+def _end_without_peers() -> None:
+    """End this process because the service of the run, or another process, is lost.
+
+    Called on a thread of XLA. A watchdog of the run, which knows more, has some seconds to say
+    which rank is lost, and ends the process.
+    """
+    connection_lost.set()
+    time.sleep(_WATCHDOG_TIME if is_watched.is_set() else 0)
+    os.write(2, b"error: the connection to the other processes of the run is lost; at least one of "
+             b"them has ended or no longer responds: see what it printed\n")  # fmt: skip
+    os._exit(PeerLost.exit_status)
+
+
+connection_lost = threading.Event()  # XLA has lost the service or another process
+is_watched = threading.Event()  # a watchdog ends this process if connection_lost is set
 
 
 def wait_for_failed_ranks() -> None:
@@ -234,8 +289,6 @@ _fake_clients: list[Any] = []  # keeps the clients alive, and with them their de
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

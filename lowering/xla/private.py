@@ -67,6 +67,80 @@ def start_cpu_client(client: Any, rank: int, processes: int, devices: int) -> An
     )
 
 
+def initialize_distributed(on_lost: Callable[[], None], **options: Any) -> None:
+    """Call jax.distributed.initialize with a function that is called when the others are lost.
+
+    Without it XLA ends the process with SIGABRT and a C++ stack trace as soon as the service, or
+    the heartbeat of one process, is lost. A Python callback alone does not help: its argument, an
+    absl::Status, has no conversion to Python (std::bad_cast), which terminates the process too.
+    So `on_lost` is also set as the terminate handler of C++. It must not return.
+
+    Args:
+        on_lost: called on a thread of XLA, which waits for it forever.
+        options: of jax.distributed.initialize.
+    """
+    import functools
+    from unittest import mock
+
+    import jax
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+    if not _handle_terminate(on_lost):
+        jax.distributed.initialize(**options)
+        return
+    connect = functools.partial(
+        _jax.get_distributed_runtime_client, missed_heartbeat_callback=lambda status: on_lost()
+    )
+    with mock.patch.object(_jax, "get_distributed_runtime_client", connect):
+        jax.distributed.initialize(**options)
+
+
+_terminate_handlers: list[Any] = []  # C++ holds only their address
+
+
+def _handle_terminate(on_lost: Callable[[], None]) -> bool:
+    """Call `on_lost` where a C++ exception that nobody catches would end the process.
+
+    If the service of the run still answers, the exception has another cause, and the process ends
+    as before. Returns whether the handler could be set: JAX must use the shared libstdc++.
+    """
+    import ctypes
+
+    try:
+        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+    except (OSError, AttributeError):
+        return False
+    set_terminate.restype, set_terminate.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    function = ctypes.CFUNCTYPE(None)
+
+    def terminate() -> None:
+        if _service_answers():
+            function(previous)()
+        on_lost()
+
+    handler = function(terminate)
+    _terminate_handlers.append(handler)
+    previous = set_terminate(ctypes.cast(handler, ctypes.c_void_p))
+    return True
+
+
+def _service_answers() -> bool:
+    """Return whether the service answers within 3 s; after an error, the client may block."""
+    import threading
+
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            distributed_state().client.key_value_try_get("graphtrain/nothing")
+        except RuntimeError as error:
+            if str(error).startswith("NOT_FOUND"):
+                answered.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    return answered.wait(3)
+
+
 # --- Tracing --------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from graphtrain.config.schema.program import (
     check_pipeline,
     check_preference,
 )
-from graphtrain.config.schema.run import BlendPart, Data, LearningRate, Packing, Run
+from graphtrain.config.schema.run import BlendPart, Data, LearningRate, Packing, Run, Watchdog
 from graphtrain.config.schema.torch_model import TorchModel, is_imported
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "RopeScaling",
     "Run",
     "TorchModel",
+    "Watchdog",
     "check_pipeline",
     "check_preference",
     "is_imported",

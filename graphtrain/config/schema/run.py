@@ -63,6 +63,14 @@ class LearningRate:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Watchdog:
+    """Limits after which a run that hangs is ended, with status 75, so that it can be restarted."""
+
+    step_timeout: NotNegativeFloat = 60.0  # seconds, or 5 x the median step if longer; 0: off
+    phase_timeout: NotNegativeFloat = 1800.0  # seconds of loading, restoring, first step, saving
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Run:
     """Everything that does not change compiled code; changing it compiles nothing."""
 
@@ -70,6 +78,7 @@ class Run:
     steps: Positive  # training steps
     data: Data
     learning_rate: LearningRate = LearningRate()
+    watchdog: Watchdog = Watchdog()
     init_from: LocalPath | None = None  # initial weights: a converted folder or a run's directory
     init_adapter_from: LocalPath | None = None  # initial adapter: a PEFT folder; needs adapter
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of initial weights and of the data order

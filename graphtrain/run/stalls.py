@@ -1,0 +1,139 @@
+"""Judgement of a watchdog: whether a rank is stalled, and which rank the others wait for.
+
+Plain functions of times and progress, without threads and clocks.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from graphtrain.config.schema import Watchdog
+
+# What a rank does, in the order of a step.
+LOADING = "loading programs, a checkpoint or data"
+DATA = "waiting for the data loader"
+COMPUTING = "computing"
+EVALUATING = "evaluating"
+SAVING = "saving a checkpoint"
+_STAGES = (LOADING, DATA, COMPUTING, EVALUATING, SAVING)
+
+_MEDIAN_FACTOR = 5  # a step is stalled when it takes this many times the median
+_MAX_SILENCE = 60.0  # seconds without a heartbeat after which a rank is lost
+# Steps whose time is not typical: the first one is only started, the second waits for it.
+_FIRST_STEPS = 2
+
+
+@dataclass(frozen=True, order=True)
+class Progress:
+    """Position of a rank in the run; positions are ordered as the run reaches them."""
+
+    step: int  # number of the step that is being taken; 0 before the first
+    stage: int  # index into the stages of a step
+    batch: int = 0  # of an evaluation
+
+    @classmethod
+    def at(cls, stage: str, step: int = 0, batch: int = 0) -> Progress:
+        return cls(step, _STAGES.index(stage), batch)
+
+    @property
+    def name(self) -> str:
+        return _STAGES[self.stage]
+
+    def __str__(self) -> str:
+        batch = f", batch {self.batch}" if self.name == EVALUATING else ""
+        return f"step {self.step}: {self.name}{batch}" if self.step else self.name
+
+
+@dataclass
+class Stopwatch:
+    """Time of the current step, batch of an evaluation, or other phase; and its limit."""
+
+    settings: Watchdog
+    progress: Progress = field(default_factory=lambda: Progress.at(LOADING))
+    _since: float = 0.0
+    _durations: dict[str, deque[float]] = field(default_factory=dict)
+    _finished: dict[str, int] = field(default_factory=dict)  # number by kind
+
+    def move(self, progress: Progress, now: float) -> None:
+        """Note that the rank has reached a position. Computing belongs to the step of its data."""
+        previous, self.progress = self.progress, progress
+        if progress.name == COMPUTING and previous.name == DATA:
+            return
+        kind = _kind(previous)
+        self._durations.setdefault(kind, deque(maxlen=50)).append(now - self._since)
+        self._finished[kind] = self._finished.get(kind, 0) + 1
+        self._since = now
+
+    def seconds(self, now: float) -> float:
+        """Return how long the current step or phase has taken."""
+        return now - self._since
+
+    def limit(self) -> float:
+        """Return the seconds after which the current step or phase counts as stalled."""
+        kind, settings = _kind(self.progress), self.settings
+        if kind == "phase" or self._finished.get(kind, 0) < _FIRST_STEPS:
+            return max(settings.phase_timeout, settings.step_timeout)
+        median = statistics.median(self._durations[kind])
+        return max(settings.step_timeout, _MEDIAN_FACTOR * median)
+
+
+def _kind(progress: Progress) -> str:
+    kinds = {DATA: "step", COMPUTING: "step", EVALUATING: "evaluation"}
+    return kinds.get(progress.name, "phase")
+
+
+def max_silence(settings: Watchdog) -> float:
+    """Return the seconds without a heartbeat after which a rank is considered lost."""
+    return min(_MAX_SILENCE, settings.step_timeout)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What is known of a rank."""
+
+    progress: Progress | None  # None if it never published one
+    silent_seconds: float = 0.0  # since its last heartbeat
+
+
+def blame(ranks: Mapping[int, Peer], silence: float, collective: str = "") -> str:
+    """Return one sentence that names the ranks for which the others wait.
+
+    Args:
+        ranks: all ranks, this one included.
+        silence: seconds without a heartbeat after which a rank counts as silent.
+        collective: description of a collective of a step, for ranks that wait in one.
+    """
+    silent = [rank for rank, peer in ranks.items() if peer.silent_seconds > silence]
+    if silent:
+        words = [
+            f"rank {rank} no longer responds: no heartbeat for {ranks[rank].silent_seconds:.0f} s, "
+            f"last in {ranks[rank].progress or 'its start'}"
+            for rank in silent[:4]
+        ]
+        more = f"; {len(silent) - 4} more" if len(silent) > 4 else ""
+        return "; ".join(words) + more + " (killed, stopped, or its host is lost)"
+    known = {rank: peer.progress for rank, peer in ranks.items() if peer.progress is not None}
+    last = min(known.values())
+    behind = [rank for rank, progress in known.items() if progress == last]
+    names = _names(behind)
+    if len(known) == 1:
+        return f"{names} is stalled in {last}"
+    if len(behind) == len(known):
+        return f"all ranks are stalled in {last}{_in_collective(last, collective)}"
+    others = max(known.values())
+    return (
+        f"{names} {'is' if len(behind) == 1 else 'are'} behind, stalled in {last}; the others wait "
+        f"in {others}{_in_collective(others, collective)}"
+    )
+
+
+def _in_collective(progress: Progress, collective: str) -> str:
+    return f", {collective}" if collective and progress.name in (DATA, COMPUTING) else ""
+
+
+def _names(ranks: Sequence[int]) -> str:
+    first = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {first}" if len(ranks) == 1 else f"ranks {first}"

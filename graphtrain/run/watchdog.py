@@ -1,0 +1,231 @@
+"""Watchdog of a run: ends all processes with one message when one of them hangs or is lost.
+
+A thread of every process compares the time of the current step with its limit, and the heartbeats
+of the other ranks with theirs. The main thread may be blocked in a collective that never returns,
+so the thread itself writes the stacks, prints the message and ends the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from graphtrain.config.schema import Watchdog as Settings
+from graphtrain.run.stalls import LOADING, Peer, Progress, Stopwatch, blame, max_silence
+from lowering.errors import PeerLost
+from lowering.machine import rank_processes
+from lowering.xla import distributed
+from lowering.xla.heartbeats import Heartbeats, content
+from sharding_rules.errors import UserError
+
+STATUS = PeerLost.exit_status
+_AGREE_SECONDS = 5.0  # for the other ranks to learn the verdict, and to leave before rank 0
+_OWN_ERROR_SECONDS = 5.0  # for this rank to report by itself an error that another one reported
+_EXCHANGES = 6  # heartbeats without which a rank is silent, when the run is known to be broken
+
+
+class Watchdog:
+    """Observer of this process and its peers, on a thread of its own."""
+
+    def __init__(self, settings: Settings, directory: Path) -> None:
+        """Create a watchdog, which `start` starts.
+
+        Args:
+            settings: limits.
+            directory: of the run; stacks are written to its subdirectory "stacks".
+        """
+        self._settings, self._stacks = settings, directory / "stacks"
+        self._stopwatch = Stopwatch(settings)
+        self._stopwatch.move(Progress.at(LOADING), time.monotonic())
+        self._interval = min(1.0, max(0.1, settings.step_timeout / 10))
+        self._heartbeats = Heartbeats(self._interval)
+        self._closed, self._ending = threading.Event(), threading.Lock()
+        self._stopped_ranks: dict[int, tuple[str, float]] = {}  # reason and time, of this host
+        self.collective = ""  # description of a collective of a step, for the message
+
+    def move(self, stage: str, step: int = 0, batch: int = 0) -> None:
+        """Note that this process has reached a stage of a step. Cheap; called in every step."""
+        self._stopwatch.move(Progress.at(stage, step, batch), time.monotonic())
+
+    def start(self) -> None:
+        """Start to observe."""
+        self._publish()
+        self._heartbeats.start()
+        distributed.is_watched.set()
+        threading.Thread(target=self._observe, name="watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop to observe; the other ranks no longer expect heartbeats of this one."""
+        self._closed.set()
+        distributed.is_watched.clear()
+        self._heartbeats.stop()
+
+    @contextmanager
+    def reporting_errors(self) -> Iterator[None]:
+        """Tell the other ranks of an error before it unwinds, which may wait for them."""
+        try:
+            yield
+        except Exception as error:
+            if not self._closed.is_set():
+                self.report(error)
+            raise
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks that this one ends with an error; return if it is its own error.
+
+        A lost rank is reported by an error of the collective that waits for it. So an error that is
+        not the user's to fix ends this process as the watchdog does, if another rank is lost.
+        """
+        if distributed.count() == 1 and not isinstance(error, PeerLost):
+            return
+        if isinstance(error, PeerLost):
+            self._end(str(error), STATUS)
+        if not isinstance(error, UserError):
+            self._end_if_a_peer_is_lost()
+        status = getattr(error, "exit_status", 1)
+        self._closed.set()  # the error is reported by the command, not by the watchdog
+        first = str(error).partition("\n")[0] or type(error).__name__
+        message = f"rank {distributed.rank()} ended with an error: {first}"
+        self._heartbeats.propose(_verdict(message, status, is_error=True), _AGREE_SECONDS)
+
+    def _end_if_a_peer_is_lost(self) -> None:
+        """Wait until it is clear whether another rank is lost; end the process if one is."""
+        silence = _EXCHANGES * self._heartbeats.interval
+        deadline = time.monotonic() + 2 * silence + _AGREE_SECONDS
+        while time.monotonic() < deadline:
+            verdict = self._heartbeats.verdict
+            if verdict is not None:
+                self._end(**json.loads(verdict))
+            if any(peer.silent_seconds > silence for peer in self._ranks().values()):
+                self._end(self._blame(silence), STATUS)
+            time.sleep(self._interval / 2)
+
+    def _observe(self) -> None:
+        while not self._closed.wait(self._interval):
+            self._publish()
+            self._judge()
+
+    def _publish(self) -> None:
+        progress = dataclasses.astuple(self._stopwatch.progress)
+        self._heartbeats.publish(json.dumps(progress))
+        not_running = rank_processes.not_running()
+        now = time.monotonic()
+        self._stopped_ranks = {
+            rank: self._stopped_ranks.get(rank, (reason, now))
+            for rank, reason in not_running.items()
+        }
+
+    def _judge(self) -> None:
+        """End the process if the run cannot continue."""
+        now, silence = time.monotonic(), max_silence(self._settings)
+        if self._heartbeats.verdict is not None:
+            verdict = json.loads(self._heartbeats.verdict)
+            # An error that all ranks meet is reported by each of them itself.
+            if verdict["is_error"] and self._closed.wait(_OWN_ERROR_SECONDS):
+                return
+            self._end(**verdict)
+        if any(now - since > silence for _, since in self._stopped_ranks.values()):
+            self._end(self._blame(silence), STATUS)
+        if distributed.connection_lost.is_set():
+            self._wait_for_silence()
+            self._end(self._blame(_EXCHANGES * self._heartbeats.interval), STATUS)
+        if any(peer.silent_seconds > silence for peer in self._ranks().values()):
+            self._end(self._blame(silence), STATUS)
+        stopwatch = self._stopwatch
+        if stopwatch.seconds(now) > stopwatch.limit():
+            silence = min(silence, _EXCHANGES * self._heartbeats.interval)
+            stalled = f"no progress for {stopwatch.seconds(now):.0f} s: "
+            self._end(stalled + self._blame(silence), STATUS)
+
+    def _wait_for_silence(self) -> None:
+        """Wait until the lost rank is the only one without a heartbeat."""
+        self._closed.wait(_EXCHANGES * self._heartbeats.interval + self._interval)
+
+    def _ranks(self) -> dict[int, Peer]:
+        """Return what is known of all ranks."""
+        now, heartbeats = time.monotonic(), self._heartbeats
+        ranks = {distributed.rank(): Peer(self._stopwatch.progress)}
+        unanswered = now - heartbeats.answered_at
+        is_service_silent = unanswered > 3 * heartbeats.interval
+        for rank in range(distributed.count()):
+            if rank == distributed.rank():
+                continue
+            heartbeat = heartbeats.peers.get(rank)
+            if heartbeat is None:
+                # Ranks connect to each other before the watchdog starts, at nearly the same time.
+                silent = unanswered if rank == 0 else 0.0
+                ranks[rank] = Peer(None, silent)
+                continue
+            last = content(heartbeat)
+            silent = now - heartbeat.changed_at
+            if is_service_silent:  # only rank 0, which runs the service, is known to be silent
+                silent = unanswered if rank == 0 else 0.0
+            ranks[rank] = Peer(Progress(*last) if last else None, 0.0 if last is None else silent)
+        return ranks
+
+    def _blame(self, silence: float) -> str:
+        if self._stopped_ranks:
+            words = [f"rank {rank} {why}" for rank, (why, _) in self._stopped_ranks.items()]
+            return f"{'; '.join(words)}, in {self._stopwatch.progress}"
+        return blame(self._ranks(), silence, self.collective)
+
+    def _end(self, message: str, status: int, is_error: bool = False) -> NoReturn:
+        """Agree on the reason, write the stacks, print one message and end this process."""
+        if not self._ending.acquire(blocking=False):
+            time.sleep(3600)  # another thread is ending the process
+        if not is_error:
+            proposed = self._heartbeats.propose(_verdict(message, status), _AGREE_SECONDS)
+            verdict = json.loads(proposed)
+            message, status, is_error = verdict["message"], verdict["status"], verdict["is_error"]
+        if not is_error:
+            message += f"{self._write_stacks()}; start the run again to resume from its checkpoint"
+        with suppress(OSError):  # not through Python, whose main thread may hold the lock of stderr
+            os.write(2, f"error: {message}\n".encode())
+        self._heartbeats.leave()
+        rank_processes.kill()
+        if distributed.rank() == 0:
+            limit = _EXCHANGES * self._heartbeats.interval
+            alive = [r for r, peer in self._ranks().items() if r and peer.silent_seconds < limit]
+            self._heartbeats.wait_until_left(alive, _AGREE_SECONDS)
+        else:
+            time.sleep(2 * self._interval)  # for the last heartbeat
+        os._exit(status)
+
+    def _write_stacks(self) -> str:
+        """Write the Python stacks of this rank to a file; return where the files are."""
+        try:
+            self._stacks.mkdir(parents=True, exist_ok=True)
+            name = "process" if rank_processes.groups else "rank"
+            with (self._stacks / f"{name}-{distributed.rank()}.txt").open("w") as file:
+                faulthandler.dump_traceback(file)
+            rank_processes.write_stacks(self._stacks)
+        except OSError as error:
+            return f"; the stacks could not be written to {self._stacks} ({error.strerror})"
+        return f"; stacks are in {self._stacks}"
+
+
+def _verdict(message: str, status: int, is_error: bool = False) -> str:
+    return json.dumps({"message": message, "status": status, "is_error": is_error})
+
+
+@contextmanager
+def watched(settings: Settings, directory: Path) -> Iterator[Watchdog]:
+    """Observe this process during a run; yield the watchdog, which is told of its progress."""
+    watchdog = Watchdog(settings, directory)
+    if not settings.step_timeout:
+        yield watchdog
+        return
+    watchdog.start()
+    try:
+        with watchdog.reporting_errors():
+            yield watchdog
+    finally:
+        watchdog.close()
