@@ -71,6 +71,10 @@ class Stopwatch:
         """Return how long the current step or phase has taken."""
         return now - self._since
 
+    def extend(self, seconds: float) -> None:
+        """Do not count some of the seconds that have passed."""
+        self._since += seconds
+
     def limit(self) -> float:
         """Return the seconds after which the current step or phase counts as stalled."""
         kind, settings = _kind(self.progress), self.settings

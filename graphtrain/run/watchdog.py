@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from graphtrain.config.schema import Watchdog as Settings
 from graphtrain.run.stalls import LOADING, Peer, Progress, Stopwatch, blame, max_silence
-from lowering.errors import PeerLost
+from lowering.errors import LoweringError, PeerLost
 from lowering.machine import rank_processes
 from lowering.xla import distributed
 from lowering.xla.heartbeats import Heartbeats, content
@@ -29,6 +29,8 @@ from sharding_rules.errors import UserError
 STATUS = PeerLost.exit_status
 _AGREE_SECONDS = 5.0  # for the other ranks to learn the verdict, and to leave before rank 0
 _OWN_ERROR_SECONDS = 5.0  # for this rank to report by itself an error that another one reported
+_LAST_ERROR_SECONDS = 3.0  # for another rank to report the loss that caused an error of this one
+_SUSPENDED_SECONDS = 4.0  # without a turn of the watchdog's thread: the process was stopped
 _EXCHANGES = 6  # heartbeats without which a rank is silent, when the run is known to be broken
 
 
@@ -42,13 +44,16 @@ class Watchdog:
             settings: limits.
             directory: of the run; stacks are written to its subdirectory "stacks".
         """
+        # Asked once, because this thread must not import JAX while another one does.
+        self._rank, self._count = distributed.rank(), distributed.count()
         self._settings, self._stacks = settings, directory / "stacks"
         self._stopwatch = Stopwatch(settings)
         self._stopwatch.move(Progress.at(LOADING), time.monotonic())
         self._interval = min(1.0, max(0.1, settings.step_timeout / 10))
-        self._heartbeats = Heartbeats(self._interval)
+        self._heartbeats = Heartbeats(self._interval, self._rank, self._count)
         self._closed, self._ending = threading.Event(), threading.Lock()
         self._stopped_ranks: dict[int, tuple[str, float]] = {}  # reason and time, of this host
+        self._suspended = ""  # note that this process did not run for some time
         self.collective = ""  # description of a collective of a step, for the message
 
     def move(self, stage: str, step: int = 0, batch: int = 0) -> None:
@@ -84,16 +89,18 @@ class Watchdog:
         A lost rank is reported by an error of the collective that waits for it. So an error that is
         not the user's to fix ends this process as the watchdog does, if another rank is lost.
         """
-        if distributed.count() == 1 and not isinstance(error, PeerLost):
+        if self._count == 1 and not isinstance(error, PeerLost):
             return
         if isinstance(error, PeerLost):
             self._end(str(error), STATUS)
         if not isinstance(error, UserError):
             self._end_if_a_peer_is_lost()
+        elif isinstance(error, LoweringError):  # MindSpore's, perhaps of a rank of another host
+            self._end_by_verdict(time.monotonic() + _LAST_ERROR_SECONDS)
         status = getattr(error, "exit_status", 1)
         self._closed.set()  # the error is reported by the command, not by the watchdog
         first = str(error).partition("\n")[0] or type(error).__name__
-        message = f"rank {distributed.rank()} ended with an error: {first}"
+        message = f"rank {self._rank} ended with an error: {first}"
         self._heartbeats.propose(_verdict(message, status, is_error=True), _AGREE_SECONDS)
 
     def _end_if_a_peer_is_lost(self) -> None:
@@ -101,27 +108,45 @@ class Watchdog:
         silence = _EXCHANGES * self._heartbeats.interval
         deadline = time.monotonic() + 2 * silence + _AGREE_SECONDS
         while time.monotonic() < deadline:
-            verdict = self._heartbeats.verdict
-            if verdict is not None:
-                self._end(**json.loads(verdict))
+            self._end_by_verdict(time.monotonic())
             if any(peer.silent_seconds > silence for peer in self._ranks().values()):
                 self._end(self._blame(silence), STATUS)
             time.sleep(self._interval / 2)
 
+    def _end_by_verdict(self, until: float) -> None:
+        """End this process if another rank has proposed a verdict, or does until a time."""
+        while True:
+            if self._heartbeats.verdict is not None:
+                self._end(**json.loads(self._heartbeats.verdict))
+            if time.monotonic() >= until:
+                return
+            time.sleep(self._interval / 2)
+
     def _observe(self) -> None:
+        looked_at = time.monotonic()
         while not self._closed.wait(self._interval):
+            now = time.monotonic()
+            if now - looked_at > self._interval + _SUSPENDED_SECONDS:
+                self._note_suspension(now - looked_at)
+            looked_at = now
             self._publish()
             self._judge()
 
+    def _note_suspension(self, seconds: float) -> None:
+        """Do not count time during which this process did not run, as after SIGSTOP."""
+        self._suspended = f" (rank {self._rank} itself did not run for {seconds:.0f} s)"
+        self._stopwatch.extend(seconds)
+        self._heartbeats.extend(seconds)
+
     def _publish(self) -> None:
-        progress = dataclasses.astuple(self._stopwatch.progress)
-        self._heartbeats.publish(json.dumps(progress))
         not_running = rank_processes.not_running()
         now = time.monotonic()
         self._stopped_ranks = {
             rank: self._stopped_ranks.get(rank, (reason, now))
             for rank, reason in not_running.items()
         }
+        progress = dataclasses.astuple(self._stopwatch.progress)
+        self._heartbeats.publish(json.dumps({"at": progress, "not_running": not_running}))
 
     def _judge(self) -> None:
         """End the process if the run cannot continue."""
@@ -152,11 +177,11 @@ class Watchdog:
     def _ranks(self) -> dict[int, Peer]:
         """Return what is known of all ranks."""
         now, heartbeats = time.monotonic(), self._heartbeats
-        ranks = {distributed.rank(): Peer(self._stopwatch.progress)}
+        ranks = {self._rank: Peer(self._stopwatch.progress)}
         unanswered = now - heartbeats.answered_at
         is_service_silent = unanswered > 3 * heartbeats.interval
-        for rank in range(distributed.count()):
-            if rank == distributed.rank():
+        for rank in range(self._count):
+            if rank == self._rank:
                 continue
             heartbeat = heartbeats.peers.get(rank)
             if heartbeat is None:
@@ -165,6 +190,8 @@ class Watchdog:
                 ranks[rank] = Peer(None, silent)
                 continue
             last = content(heartbeat)
+            if last is not None:
+                last = last["at"]
             silent = now - heartbeat.changed_at
             if is_service_silent:  # only rank 0, which runs the service, is known to be silent
                 silent = unanswered if rank == 0 else 0.0
@@ -172,10 +199,13 @@ class Watchdog:
         return ranks
 
     def _blame(self, silence: float) -> str:
-        if self._stopped_ranks:
-            words = [f"rank {rank} {why}" for rank, (why, _) in self._stopped_ranks.items()]
-            return f"{'; '.join(words)}, in {self._stopwatch.progress}"
-        return blame(self._ranks(), silence, self.collective)
+        not_running = {str(rank): why for rank, (why, _) in self._stopped_ranks.items()}
+        for heartbeat in self._heartbeats.peers.values():
+            not_running |= (content(heartbeat) or {}).get("not_running", {})
+        if not_running:
+            words = [f"rank {rank} {why}" for rank, why in not_running.items()]
+            return f"{'; '.join(words)}, in {self._stopwatch.progress}{self._suspended}"
+        return blame(self._ranks(), silence, self.collective) + self._suspended
 
     def _end(self, message: str, status: int, is_error: bool = False) -> NoReturn:
         """Agree on the reason, write the stacks, print one message and end this process."""
@@ -191,7 +221,7 @@ class Watchdog:
             os.write(2, f"error: {message}\n".encode())
         self._heartbeats.leave()
         rank_processes.kill()
-        if distributed.rank() == 0:
+        if self._rank == 0:
             limit = _EXCHANGES * self._heartbeats.interval
             alive = [r for r, peer in self._ranks().items() if r and peer.silent_seconds < limit]
             self._heartbeats.wait_until_left(alive, _AGREE_SECONDS)
@@ -204,7 +234,7 @@ class Watchdog:
         try:
             self._stacks.mkdir(parents=True, exist_ok=True)
             name = "process" if rank_processes.groups else "rank"
-            with (self._stacks / f"{name}-{distributed.rank()}.txt").open("w") as file:
+            with (self._stacks / f"{name}-{self._rank}.txt").open("w") as file:
                 faulthandler.dump_traceback(file)
             rank_processes.write_stacks(self._stacks)
         except OSError as error:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -21,9 +23,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from lowering.errors import LoweringError
+from lowering.machine import rank_processes
 from lowering.xla import distributed
 
 START_TIMEOUT = 180  # seconds for all ranks to start
+
+_STACKS_TIMEOUT = 3  # seconds for the ranks to write their stacks
 
 _SCRIPT = Path(__file__).with_name("rank.py")
 _SCHEDULER = "scheduler"
@@ -115,6 +120,7 @@ class RankProcesses:
             with rank_end:
                 self._start(rank, device, rank_environment, (rank_end.fileno(),))
             self.connections[rank] = host_end
+        rank_processes.groups.append(self)
 
     def _start(
         self, name: int | str, device: str, variables: Mapping[str, str], files: tuple[int, ...]
@@ -124,6 +130,7 @@ class RankProcesses:
             **os.environ,
             "GRAPHTRAIN_RANK_DEVICE": device,
             "GRAPHTRAIN_RANK_HOST": str(os.getpid()),
+            "GRAPHTRAIN_RANK_STACKS": str(self._stacks(name)),
             "PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, sys.path))),
             **variables,
         }
@@ -140,6 +147,42 @@ class RankProcesses:
 
     def _log(self, name: int | str) -> Path:
         return self._directory / f"{name}.log"
+
+    def _stacks(self, name: int | str) -> Path:
+        return self._directory / f"{name}.stacks"
+
+    def not_running(self) -> dict[int, str]:
+        """Return the ranks of this host that have ended or are stopped, with the reason."""
+        reasons = {rank: self._state(self._processes[rank]) for rank in self.connections}
+        return {rank: reason for rank, reason in reasons.items() if reason}
+
+    def _state(self, process: subprocess.Popen[bytes]) -> str:
+        try:
+            # The state follows the name, which is in parentheses and may contain some itself.
+            state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:  # no Linux, or the process was waited for
+            return "has ended" if process.returncode is not None else ""
+        names = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": "has ended"}
+        return names.get(state, "")
+
+    def write_stacks(self, directory: Path) -> None:
+        """Let every rank that runs write its Python stacks to rank-N.txt in a directory.
+
+        A signal asks for them, because the rank's main thread may be blocked in a collective.
+        """
+        for rank in self.connections:
+            with contextlib.suppress(ProcessLookupError):
+                self._processes[rank].send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + _STACKS_TIMEOUT
+        for rank in self.connections:
+            path = self._stacks(rank)
+            while not self._is_written(path) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if self._is_written(path):
+                shutil.copy(path, directory / f"rank-{rank}.txt")
+
+    def _is_written(self, path: Path) -> bool:
+        return path.exists() and "most recent call first" in path.read_text(errors="replace")
 
     def has_ended(self, rank: int) -> bool:
         """Return whether the process of a rank has ended."""
@@ -172,6 +215,8 @@ class RankProcesses:
 
     def kill(self) -> None:
         """Kill all processes and their child processes."""
+        if self in rank_processes.groups:
+            rank_processes.groups.remove(self)
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

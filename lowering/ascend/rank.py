@@ -4,6 +4,7 @@ It imports nothing of graphtrain, so that it starts as fast as MindSpore does.
 """
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -148,6 +149,8 @@ def main() -> None:
     if role == "MS_SCHED":  # the process through which ranks connect
         Rank(device, is_alone=False)
         return
+    stacks = open(os.environ["GRAPHTRAIN_RANK_STACKS"], "w")  # noqa: SIM115  # until the end
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     with Connection(int(os.environ["GRAPHTRAIN_RANK_PIPE"])) as host:
         try:
             rank = Rank(device, is_alone=role is None)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lowering.ascend.launch import START_TIMEOUT, Cluster, RankProcesses
-from lowering.errors import LoweringError
+from lowering.errors import LoweringError, PeerLost
 
 _POLL_SECONDS = (
     1.0  # seconds between checks for ranks that died; child processes may keep connections open
@@ -48,7 +48,10 @@ class Ranks:
         self._launched = RankProcesses(cluster, device, self.directory)
         self._connections = self._launched.connections
         with self._ending_all():
-            started = self._receive(time.monotonic() + START_TIMEOUT)
+            try:
+                started = self._receive(time.monotonic() + START_TIMEOUT)
+            except PeerLost as error:
+                raise LoweringError(f"{error} before the run could start") from None
         for rank, (reported_rank, failed) in started.items():
             if failed or reported_rank != rank:
                 self._launched.kill()
@@ -141,8 +144,8 @@ class Ranks:
                 )
         return {rank: replies[rank] for rank in self.local_ranks}
 
-    def _has_ended(self, rank: int) -> LoweringError:
-        return LoweringError(f"rank {rank} has ended ({self._launched.end_of(rank)})")
+    def _has_ended(self, rank: int) -> PeerLost:
+        return PeerLost(f"rank {rank} has ended ({self._launched.end_of(rank)})")
 
     @contextlib.contextmanager
     def _ending_all(self) -> Iterator[None]:

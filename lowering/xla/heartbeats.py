@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowering.xla import distributed, private
+from lowering.xla import private
 
 _PREFIX = "graphtrain/heartbeats"
 _VERDICT = "verdict"  # the key beside those of the ranks
@@ -33,6 +33,8 @@ class Heartbeats:
     """Exchange of heartbeats with all processes of the run. Attributes are those of other ranks."""
 
     interval: float  # seconds between heartbeats
+    rank: int
+    count: int
     peers: dict[int, Heartbeat] = field(default_factory=dict)  # by rank
     answered_at: float = field(default_factory=time.monotonic)  # last answer of the service
     verdict: str | None = None  # why the run ends, equal on all ranks
@@ -45,8 +47,8 @@ class Heartbeats:
 
     def start(self) -> None:
         """Start the thread; a single process has no peers and needs none."""
-        self.interval = max(self.interval, distributed.count() / _PROCESSES_PER_SECOND)
-        if distributed.count() > 1:
+        self.interval = max(self.interval, self.count / _PROCESSES_PER_SECOND)
+        if self.count > 1:
             self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
             self._thread.start()
 
@@ -61,12 +63,19 @@ class Heartbeats:
         """Set what the next heartbeats contain."""
         self._text = text
 
+    def extend(self, seconds: float) -> None:
+        """Do not count some of the seconds that have passed, in which this process did not run."""
+        now = time.monotonic()
+        self.answered_at = min(now, self.answered_at + seconds)
+        for heartbeat in self.peers.values():
+            heartbeat.changed_at = min(now, heartbeat.changed_at + seconds)
+
     def propose(self, verdict: str, timeout: float) -> str:
         """End the run for a reason; return the reason of the rank that was first.
 
         If the service does not answer in time, the reason of this rank stands.
         """
-        if distributed.count() == 1:
+        if self.count == 1:
             return verdict
         self._proposed = verdict
         self._wake.set()
@@ -104,7 +113,7 @@ class Heartbeats:
 
     def _exchange(self, client: Any) -> None:
         self._beats += 1
-        own_key = f"{_PREFIX}/{distributed.rank()}"
+        own_key = f"{_PREFIX}/{self.rank}"
         client.key_value_set(own_key, f"{self._beats} {self._text}", allow_overwrite=True)
         if self._proposed is not None:
             with contextlib.suppress(RuntimeError):  # another rank was first
@@ -113,7 +122,7 @@ class Heartbeats:
             name = key.rpartition("/")[2]
             if name == _VERDICT:
                 self.verdict = text
-            elif int(name) != distributed.rank():
+            elif int(name) != self.rank:
                 self._note(int(name), text)
 
     def _note(self, rank: int, text: str) -> None:
