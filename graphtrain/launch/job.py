@@ -10,6 +10,16 @@ from graphtrain.config.schema import Config
 from graphtrain.errors import LaunchError
 from lowering.machine.target import Target
 
+# The data loader, the copies of checkpoints and the threads of XLA and NCCL of one device. A DGX
+# H100 has 14 cores for each GPU.
+_CORES_PER_DEVICE = 8
+# A checkpoint is copied to host memory before it is written: the memory of all devices and a
+# quarter for the buffers of the writer. A DGX H100 has 3.2 times the memory of its GPUs.
+_HOST_MEMORY = 4 << 30  # bytes for Python, XLA and the loaded programs
+# NCCL's transport between the GPUs of a host; 9 MB for each pair, and a container has 64 MB.
+# Source: NCCL user guide, Troubleshooting, Shared memory: --shm-size=1g.
+_SHARED_MEMORY_PER_DEVICE = 1 << 30
+
 
 @dataclass(frozen=True)
 class Job:
@@ -21,6 +31,10 @@ class Job:
     cache: Path  # directory of compiled programs
     hosts: int
     gpus_per_host: int  # GPUs per host; 0 for CPUs and TPUs
+    cores_per_host: int  # CPU cores that the run needs on each host
+    memory_per_host: int  # bytes of host memory that the run needs on each host
+    shared_memory_per_host: int  # bytes of /dev/shm among them
+    is_exclusive: bool  # whether the run takes all devices of a host
     workers: int  # compile jobs that share the cache
 
     def command(self, python: str, verb: str, *more: str) -> list[str]:
@@ -41,6 +55,8 @@ def make_job(config: Config, arguments: Sequence[str], cache: Path, workers: int
             "on each host, with --coordinator, --processes and --rank (docs/clusters.md)"
         )
     directory = Path(config.run.directory)
+    devices = target.devices // target.processes
+    uses_accelerators = target.platform != "cpu" and not target.runs_on_cpu
     return Job(
         name=directory.name or "run",
         job_directory=directory / "launch",
@@ -48,5 +64,10 @@ def make_job(config: Config, arguments: Sequence[str], cache: Path, workers: int
         cache=cache,
         hosts=target.processes,
         gpus_per_host=target.devices // target.processes if target.is_gpu else 0,
+        cores_per_host=_CORES_PER_DEVICE * devices if uses_accelerators else devices,
+        memory_per_host=_HOST_MEMORY
+        + (int(1.25 * devices * target.memory_bytes) if uses_accelerators else 0),
+        shared_memory_per_host=_SHARED_MEMORY_PER_DEVICE * devices if uses_accelerators else 0,
+        is_exclusive=uses_accelerators and devices == target.specification.get("group"),
         workers=workers,
     )

@@ -17,6 +17,21 @@ from graphtrain.launch.job import Job
 _PORT = 8476
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
+# Statuses that a restart does not mend: an error of the user, a missing program. Any other ending,
+# such as that of a lost rank (75), of SIGTERM (143) or of a node, restarts the JobSet.
+_FAILURE_POLICY = {
+    "rules": [
+        {
+            "action": "FailJob",
+            "onExitCodes": {
+                "containerName": "graphtrain",
+                "operator": "In",
+                "values": [2, 3],
+            },
+        }
+    ]
+}
+
 
 def job_set(job: Job, *, image: str, claim: str, namespace: str | None = None) -> str:
     """Return the manifest as YAML.
@@ -41,16 +56,28 @@ def job_set(job: Job, *, image: str, claim: str, namespace: str | None = None) -
     if job.hosts > 1:
         container["env"] += env
         container["ports"] = [{"containerPort": _PORT}]
-    if job.gpus_per_host:
-        container["resources"] = {"limits": {"nvidia.com/gpu": job.gpus_per_host}}
+    container["resources"] = _resources(job)
+    if job.shared_memory_per_host:
+        # The default of a container is 64 MB. It counts as memory of the pod.
+        limit = f"{job.shared_memory_per_host >> 20}Mi"
+        run_spec["template"]["spec"]["volumes"].append(
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": limit}}
+        )
+        container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
+    run_spec["podFailurePolicy"] = _FAILURE_POLICY
     manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": {"name": name, **({"namespace": namespace} if namespace else {})},
         "spec": {
             "network": {"enableDNSHostnames": True},
-            # An evicted run resumes from its checkpoint.
-            "failurePolicy": {"maxRestarts": 100},
+            # A run that was evicted, or that lost a rank, resumes from its checkpoint.
+            "failurePolicy": {
+                "maxRestarts": 100,
+                "rules": [
+                    {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
+                ],
+            },
             "replicatedJobs": [
                 {"name": "compile", "replicas": 1, "template": {"spec": compile_spec}},
                 {
@@ -63,6 +90,16 @@ def job_set(job: Job, *, image: str, claim: str, namespace: str | None = None) -
         },
     }
     return yaml.safe_dump(manifest, sort_keys=False)
+
+
+def _resources(job: Job) -> dict[str, dict[str, str | int]]:
+    """Return what a pod of the run requests, and the limits that Kubernetes requires."""
+    memory = f"{-(-job.memory_per_host >> 20)}Mi"
+    gpus = {"nvidia.com/gpu": job.gpus_per_host} if job.gpus_per_host else {}
+    return {
+        "requests": {"cpu": str(job.cores_per_host), "memory": memory, **gpus},
+        **({"limits": gpus} if gpus else {}),
+    }
 
 
 def _pods(job: Job, verb: str, image: str, claim: str, *, count: int) -> dict[str, Any]:

@@ -19,10 +19,13 @@ from typing import Any
 
 from graphtrain.errors import LaunchError
 from graphtrain.launch.job import Job
+from lowering.errors import PeerLost
 from sharding_rules.documents import read_json
 
 _JOBS = "jobs.json"
 _STATUS_SIGTERM = 143  # exit status of a graphtrain run that saved a checkpoint on SIGTERM
+# Requeues after a rank was lost or stalled; a run that never gets further must end some time.
+_MAX_REQUEUES = 100
 
 
 @dataclass(frozen=True)
@@ -58,23 +61,31 @@ def make_scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) ->
         "nodes": str(job.hosts),
         "ntasks-per-node": "1",
         "signal": f"TERM@{warning}",
+        "cpus-per-task": str(job.cores_per_host),
+        "mem": f"{-(-job.memory_per_host >> 20)}M",
         **({"gpus-per-node": str(job.gpus_per_host)} if job.gpus_per_host else {}),
+        **({"exclusive": ""} if job.is_exclusive else {}),
     }
     cd_command = f"cd {shlex.quote(str(Path.cwd()))}"
     compile_command = shlex.join(job.command(sys.executable, "compile"))
-    run_command = shlex.join(["srun", "--kill-on-bad-exit=1", *job.command(sys.executable, "run")])
+    # srun does not take over the job's number of cores for each task by itself (since 22.05).
+    cores = f"--cpus-per-task={options.get('cpus-per-task', job.cores_per_host)}"
+    run_command = shlex.join(
+        ["srun", "--kill-on-bad-exit=1", cores, *job.command(sys.executable, "run")]
+    )
     return Scripts(
         compile=_script(compile_options | dict(options), [cd_command, f"exec {compile_command}"]),
         run=_script(
             # Slurm requeues a job by itself only on preemption. A run that saved before its time
-            # limit requeues itself in the script, and resumes from its checkpoint.
+            # limit, or that lost a rank, requeues itself and resumes from its checkpoint.
             run_options | {"requeue": ""} | dict(options),
             [
                 cd_command,
                 run_command,
                 "status=$?",
-                f'if [ "$status" -eq {_STATUS_SIGTERM} ]; '
-                'then scontrol requeue "$SLURM_JOB_ID"; fi',
+                f'if [ "$status" -eq {_STATUS_SIGTERM} ] || {{ [ "$status" -eq '
+                f'{PeerLost.exit_status} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt '
+                f'{_MAX_REQUEUES} ]; }}; then scontrol requeue "$SLURM_JOB_ID"; fi',
                 'exit "$status"',
             ],
         ),

@@ -1,8 +1,10 @@
 """Scripts for schedulers, and a real Slurm of two nodes on this machine."""
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -43,8 +45,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     control, one, two = free_ports(3)
     configuration = path / "slurm.conf"
     nodes = "".join(
-        f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=1 "
-        "RealMemory=4000\n"
+        f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=4 "
+        "RealMemory=8000\n"
         for name, port in (("n1", one), ("n2", two))
     )
     configuration.write_text(
@@ -52,6 +54,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort={control}
 SlurmUser=root
+SlurmdParameters=config_overrides
 AuthInfo=cred_expire=5
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -152,9 +155,46 @@ def test_the_scripts_can_be_read_without_slurm(place: Place):
     asked = dict(re.findall(r"#SBATCH --(\S+) +(\S+)", running))
     assert asked["nodes"] == "2" and asked["ntasks-per-node"] == "1" and asked["qos"] == "high"
     assert asked["signal"] == "TERM@300" and asked["time"] == "60"
+    assert asked["cpus-per-task"] == "4" and int(asked["mem"].removesuffix("M")) >= 4096
+    assert "exclusive" not in asked  # only a host whose accelerators are all used
+    assert '[ "$status" -eq 143 ] || { [ "$status" -eq 75 ]' in running
     assert re.search(r"#SBATCH --array +0-2\n", compiling)
     assert "graphtrain run config.toml --target cpu:2x4" in running
     assert not (place.path / "run").exists()
+
+
+def test_a_job_of_all_gpus_of_a_host_asks_for_its_cores_and_memory(place: Place):
+    words = ["--target", "h100:16", "--set", "program.batch.global_batch_size=16", "--dry-run"]
+    out, _ = place.command("launch", "slurm", "config.toml", *words)
+    asked = dict(re.findall(r"#SBATCH --(\S+) *(\S*)", out.partition("# run/launch/run.sh")[2]))
+    assert asked["cpus-per-task"] == "64" and asked["gpus-per-node"] == "8" and "exclusive" in asked
+    assert int(asked["mem"].removesuffix("M")) << 20 > 8 * 80e9
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=64" in out
+
+
+@needs_slurm
+def test_a_run_that_loses_a_rank_is_queued_again_and_goes_on(cluster: Place):
+    long = ["--set", "run.steps=60", "--set", "run.save_every=5"]
+    long += ["--set", "run.watchdog.step_timeout=10.0"]
+    number = launched(cluster, *long)
+    wait_until(lambda: len(cluster.curve()) > 8, cluster)
+    kill_one_rank(cluster)
+    wait_until(lambda: "run:     job " + number + ", completed" in states(cluster), cluster)
+    (log,) = cluster.path.glob("run/launch/run-*.log")
+    assert re.search(r"error: .*rank \d no longer responds", log.read_text())
+    assert "trained 60 steps (resumed from" in log.read_text()
+
+
+def kill_one_rank(place: Place) -> None:
+    """Stop a process of the run in this place, as a host that hangs would."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            is_rank = b"run" in words and words[1:3] == [b"-m", b"graphtrain"]
+            if is_rank and (process / "cwd").resolve() == place.path.resolve():
+                os.kill(int(process.name), signal.SIGSTOP)
+                return
+    raise AssertionError("no process of the run")
 
 
 def test_an_option_that_sbatch_does_not_have_is_refused(place: Place):
@@ -188,5 +228,14 @@ def test_a_job_set_runs_one_pod_a_host_once_the_programs_are_there(place: Place)
     assert told["GRAPHTRAIN_COORDINATOR"] == "run-run-0-0.run:8476"
     assert told["GRAPHTRAIN_PROCESSES"] == "2"
     assert told["GRAPHTRAIN_TRUSTED_CACHES"] == str(place.cache)  # pods share no secret
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert container["resources"]["requests"]["cpu"] == "64"
+    assert int(container["resources"]["requests"]["memory"].removesuffix("Mi")) << 20 > 8 * 80e9
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8192Mi"}} in pods[
+        "template"
+    ]["spec"]["volumes"]
+    (rule,) = pods["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob"
+    assert not {75, 143} & set(rule["onExitCodes"]["values"])  # these restart the JobSet
     assert container["command"][:5] == ["python", "-m", "graphtrain", "run", "config.toml"]
