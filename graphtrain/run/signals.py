@@ -3,7 +3,6 @@
 An evaluation is given up; a resumed run repeats it.
 """
 
-import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -34,10 +33,10 @@ class DistributedStopRequest(StopRequest):
 
     def __init__(self) -> None:
         super().__init__()
-        self._polls = itertools.count()
+        self.agreement = distributed.StopAgreement()
 
     def should_stop(self) -> bool:
-        if self.signal is None and distributed.is_stop_agreed(next(self._polls)):
+        if self.signal is None and self.agreement.is_reached():
             self.signal = signal.SIGTERM
         return self.signal is not None
 
@@ -49,8 +48,9 @@ def stop_requests() -> Iterator[StopRequest]:
     In a single process, a second signal ends the process as usual.
     """
     if distributed.count() > 1:
-        with _sigint_as_sigterm():
-            yield DistributedStopRequest()
+        distributed_request = DistributedStopRequest()
+        with _sigint_as_sigterm(), distributed_request.agreement.exclusive():
+            yield distributed_request
         return
     request = StopRequest()
     previous_handlers = {signum: signal.getsignal(signum) for signum in _SIGNALS}

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -219,15 +219,31 @@ def _missing(client: Any, directory: str) -> str:
     return f"rank {listed}{f' and {omitted} more' if omitted > 0 else ''}"
 
 
-def is_stop_agreed(poll: int) -> bool:
-    """Return whether all processes stop at this poll because one of them received SIGTERM.
+class StopAgreement:
+    """Agreement of all processes to stop at the same place because one of them received SIGTERM."""
 
-    Args:
-        poll: number of the poll, which increases by 1 and is the same at the same place of the
-            run on all processes.
-    """
-    manager = _state().preemption_sync_manager
-    return manager is not None and manager.reached_sync_point(poll)
+    def __init__(self) -> None:
+        self._polls = itertools.count()
+        self._manager: Any = None
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hide JAX's preemption service from Orbax, which would ask it with numbers of its own.
+
+        The service compares the number of each question with the agreed one for equality. Numbers
+        of two kinds could pass it by, and the signal would be lost.
+        """
+        state = _state()
+        self._manager, state.preemption_sync_manager = state.preemption_sync_manager, None
+        try:
+            yield
+        finally:
+            state.preemption_sync_manager = self._manager
+
+    def is_reached(self) -> bool:
+        """Return whether all processes stop here; each asks at the same places of the run."""
+        poll = next(self._polls)
+        return self._manager is not None and self._manager.reached_sync_point(poll)
 
 
 def _end_without_peers() -> None:

@@ -6,7 +6,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,15 +30,26 @@ def compiled_for_two(compiled, tmp_path_factory, corpus) -> Place:
     return place
 
 
-def ranks(place: Place, *words: str, caches: Sequence[Place] = ()) -> list[subprocess.Popen[str]]:
-    """Begin both processes of a run, each with a cache of its own if given."""
+def ranks(
+    place: Place,
+    *words: str,
+    caches: Sequence[Place] = (),
+    starts: Mapping[int, list[str]] | None = None,
+) -> list[subprocess.Popen[str]]:
+    """Begin both processes of a run, each with a cache or a start of Python of its own if given."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
     options = ["--coordinator", meeting, "--processes", "2", "--rank"]
     return [
-        (caches[rank] if caches else place).start(
-            "run", "config.toml", *TWO, *words, *options, str(rank)
+        (caches[rank] if caches else place).start_python(
+            *(starts or {}).get(rank, ["-m", "graphtrain"]),
+            "run",
+            "config.toml",
+            *TWO,
+            *words,
+            *options,
+            str(rank),
         )
         for rank in (0, 1)
     ]
@@ -94,12 +106,135 @@ def test_a_signal_to_one_stops_both_after_the_same_step_and_one_process_goes_on(
     assert [step for step, _, _ in place.curve()] == list(range(1, stopped + 5))
 
 
-def test_a_process_that_dies_ends_the_other(place: Place, compiled_for_two):
-    both = ranks(place, "--set", "run.steps=100000", "--set", "run.save_every=100000")
+LONG = ["--set", "run.steps=100000", "--set", "run.save_every=100000"]
+# Shorter than the default of a minute, to notice a hang sooner.
+LONG += ["--set", "run.watchdog.step_timeout=8.0"]
+LOST = 75  # status of a run that lost a rank
+
+BLOCKED_LOADER = """
+import sys, threading
+from graphtrain.data.batches import loader
+read, calls = loader.Loader.__next__, []
+
+def block(self):
+    calls.append(None)
+    if len(calls) == 6:
+        threading.Event().wait()
+    return read(self)
+
+loader.Loader.__next__ = block
+from graphtrain.cli import main
+main()
+"""
+
+
+def only_message(told: str) -> str:
+    """The one line that a process said besides its steps: no traceback, no words of XLA or Gloo."""
+    lines = [line for line in told.splitlines() if not line.startswith(("step ", "[Gloo] Rank"))]
+    assert len(lines) == 1, told
+    return lines[0]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_is_named_and_ends_the_other(
+    place: Place, compiled_for_two, lost, sent
+):
+    both = ranks(place, *LONG)
     wait_for_step(place, 3)
-    both[1].kill()
+    both[lost].send_signal(sent)
+    out, err = both[1 - lost].communicate(timeout=120)
+    both[lost].kill()
+    both[lost].communicate()
+    assert both[1 - lost].returncode == LOST, out + err
+    message = only_message(err)
+    assert message.startswith("error: ") and f"rank {lost} no longer responds" in message
+    assert "stacks are in run/stacks; start the run again to resume" in message
+    stacks = (place.path / f"run/stacks/rank-{1 - lost}.txt").read_text()
+    assert "run_steps" in stacks
+
+
+def test_a_rank_whose_loader_blocks_is_named_and_ends_both(place: Place, compiled_for_two):
+    both = ranks(place, *LONG, starts={1: ["-c", BLOCKED_LOADER]})
     statuses, told = ended(both)
-    assert statuses[0] not in (0, None) and statuses[1] == -signal.SIGKILL, told
+    assert statuses == [LOST, LOST], told
+    for rank, each in enumerate(told):
+        message = only_message(each)
+        assert "rank 1 is behind, stalled in step 6: waiting for the data loader" in message
+        assert (place.path / f"run/stacks/rank-{rank}.txt").exists()
+    assert "in block" in (place.path / "run/stacks/rank-1.txt").read_text()
+
+
+def test_a_single_process_that_hangs_is_ended(place: Place):
+    words = ["run", "config.toml", *LONG]
+    process = place.start_python("-c", BLOCKED_LOADER, *words)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == LOST, err
+    assert "rank 0 is stalled in step 6: waiting for the data loader; stacks are in" in err
+
+
+def test_rank_0_listens_only_where_the_others_look_for_it(place: Place, compiled_for_two):
+    both = ranks(place, *LONG)
+    wait_for_step(place, 1)
+    port = int(both[0].args[-5].rpartition(":")[2])  # pyright: ignore[reportIndexIssue]
+    addresses = listening_addresses(port)
+    for process in both:
+        process.kill()
+        process.communicate()
+    assert addresses == {"0100007F"}  # 127.0.0.1
+
+
+def listening_addresses(port: int) -> set[str]:
+    """Addresses in hexadecimal on which some process listens, by /proc/net."""
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    local = [fields[1].split(":") for fields in lines if fields[3] == "0A"]
+    return {address for address, number in local if int(number, 16) == port}
+
+
+def test_a_signal_during_an_evaluation_saves_and_the_evaluation_is_repeated(
+    place: Place, compiled_for_two
+):
+    words = ["--set", "run.steps=4", "--set", "run.evaluate_every=2"]
+    alone = [*words, "--set", 'run.directory="alone"']
+    assert ended(ranks(place, *alone))[0] == [0, 0]
+    both = ranks(place, *words, starts={r: ["-c", SIGNALLED_EVALUATION] for r in (0, 1)})
+    statuses, told = ended(both)
+    assert statuses == [STOPPED, STOPPED], told
+    assert "stopped by SIGTERM after step 2; saved" in told[0]
+    assert not any("validation_loss" in record for record in place.journal())
+    assert ended(ranks(place, *words))[0] == [0, 0]
+    assert losses(place, "run") == losses(place, "alone")
+
+
+SIGNALLED_EVALUATION = """
+import os, signal, sys
+from graphtrain.run import evaluate
+loss_of = evaluate.validation_loss
+
+def signalled(*arguments, should_stop):
+    def stop(batch):
+        if batch == 1 and sys.argv[-1] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return should_stop(batch)
+    loss = loss_of(*arguments, should_stop=stop)
+    assert loss is None, "the evaluation was not given up"
+    return loss
+
+evaluate.validation_loss = signalled
+from graphtrain.cli import main
+main()
+"""
+
+
+def losses(place: Place, directory: str) -> list[tuple]:
+    return [
+        (one["step"], one.get("loss"), one.get("grad_norm"), one.get("validation_loss"))
+        for one in place.journal(directory)
+    ]
 
 
 def test_executables_that_differ_stop_both_before_they_compute(

@@ -23,6 +23,9 @@ from lowering.xla import private
 REMEDIES = {
     "distributed_state": "jax/_src/distributed.py: find where `global_state` went, or a public "
     "key-value store. All runs of several processes need it.",
+    "initialize_distributed": "jax/_src/distributed.py, State.initialize: find how a callback for "
+    "the loss of the service is set now. If its argument can be converted to Python, remove the "
+    "terminate handler. Without both, a lost rank ends the others with SIGABRT.",
     "start_distributed_service": "jax/_src/distributed.py, State.initialize: find how it starts "
     "the service now. Only compiling for cpu:PxD in one process needs it.",
     "connect_distributed_client": "jax/_src/distributed.py, State.initialize: find how it connects "
@@ -234,3 +237,35 @@ def test_a_sharding_is_read_as_mesh_axes():
     ]
     with pytest.raises(ValueError, match="devices="):
         private.sharding_axes(proto(PartitionSpec(("a", "c"), "b")), {"a": 3, "b": 2})
+
+
+@canary("initialize_distributed")
+def test_the_loss_of_the_service_calls_a_function_instead_of_aborting():
+    """Rank 0 is killed; rank 1 is told by its own function, and ends with its own status."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    script = (
+        "import os, sys; os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'\n"
+        "from lowering.xla import private\n"
+        "private.initialize_distributed(lambda: os._exit(75), num_processes=2,\n"
+        f"    coordinator_address={address!r}, process_id=int(sys.argv[1]))\n"
+        "print('joined', flush=True); sys.stdin.read()\n"
+    )
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, rank],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    for process in both:
+        assert process.stdout is not None and process.stdout.readline() == "joined\n"
+    both[0].kill()
+    _, err = both[1].communicate(timeout=60)
+    both[0].communicate()
+    assert both[1].returncode == 75, err
+    assert "terminate called" not in err and "Check failure" not in err
