@@ -92,7 +92,7 @@ def job_set(job: Job, *, image: str, claim: str, namespace: str | None = None) -
     return yaml.safe_dump(manifest, sort_keys=False)
 
 
-def _resources(job: Job) -> dict[str, dict[str, str | int]]:
+def _resources(job: Job) -> dict[str, Any]:
     """Return what a pod of the run requests, and the limits that Kubernetes requires."""
     memory = f"{-(-job.memory_per_host >> 20)}Mi"
     gpus = {"nvidia.com/gpu": job.gpus_per_host} if job.gpus_per_host else {}

@@ -5,7 +5,6 @@ Plain functions of times and progress, without threads and clocks.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,7 +79,8 @@ class Stopwatch:
         kind, settings = _kind(self.progress), self.settings
         if kind == "phase" or self._finished.get(kind, 0) < _FIRST_STEPS:
             return max(settings.phase_timeout, settings.step_timeout)
-        median = statistics.median(self._durations[kind])
+        durations = sorted(self._durations[kind])
+        median = durations[len(durations) // 2]
         return max(settings.step_timeout, _MEDIAN_FACTOR * median)
 
 

@@ -108,7 +108,7 @@ def test_a_signal_to_one_stops_both_after_the_same_step_and_one_process_goes_on(
 
 LONG = ["--set", "run.steps=100000", "--set", "run.save_every=100000"]
 # Shorter than the default of a minute, to notice a hang sooner.
-LONG += ["--set", "run.watchdog.step_timeout=8.0"]
+LONG += ["--set", "run.watchdog.step_timeout=10.0"]
 LOST = 75  # status of a run that lost a rank
 
 BLOCKED_LOADER = """
@@ -126,6 +126,12 @@ loader.Loader.__next__ = block
 from graphtrain.cli import main
 main()
 """
+
+
+FAILING_LOADER = BLOCKED_LOADER.replace(
+    "threading.Event().wait()",
+    "raise __import__('graphtrain.errors').errors.DataError('row 7 cannot be read')",
+)
 
 
 def only_message(told: str) -> str:
@@ -163,6 +169,13 @@ def test_a_rank_whose_loader_blocks_is_named_and_ends_both(place: Place, compile
         assert "rank 1 is behind, stalled in step 6: waiting for the data loader" in message
         assert (place.path / f"run/stacks/rank-{rank}.txt").exists()
     assert "in block" in (place.path / "run/stacks/rank-1.txt").read_text()
+
+
+def test_an_error_of_one_rank_is_that_of_all(place: Place, compiled_for_two):
+    statuses, told = ended(ranks(place, *LONG, starts={1: ["-c", FAILING_LOADER]}))
+    assert statuses == [2, 2], told
+    assert "error: rank 1 ended with an error: row 7 cannot be read" in only_message(told[0])
+    assert only_message(told[1]) == "error: row 7 cannot be read"
 
 
 def test_a_single_process_that_hangs_is_ended(place: Place):
