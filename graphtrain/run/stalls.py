@@ -96,7 +96,7 @@ def max_silence(settings: Watchdog) -> float:
 
 @dataclass(frozen=True)
 class Peer:
-    """What is known of a rank."""
+    """Last known progress of a rank, and the time since its last heartbeat."""
 
     progress: Progress | None  # None if it never published one
     silent_seconds: float = 0.0  # since its last heartbeat

@@ -22,7 +22,7 @@ _PROCESSES_PER_SECOND = 64  # more processes publish less often, to limit the lo
 
 @dataclass
 class Heartbeat:
-    """What another process published last, and when this process first saw it."""
+    """Last message of another process, and when this process first saw it."""
 
     text: str
     changed_at: float  # time.monotonic() of this process, so that clocks need not agree
