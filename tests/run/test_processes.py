@@ -157,7 +157,7 @@ def test_a_rank_that_is_lost_is_named_and_ends_the_other(
     assert message.startswith("error: ") and f"rank {lost} no longer responds" in message
     assert "stacks are in run/stacks; start the run again to resume" in message
     stacks = (place.path / f"run/stacks/rank-{1 - lost}.txt").read_text()
-    assert "run_steps" in stacks
+    assert "most recent call first" in stacks
 
 
 def test_a_rank_whose_loader_blocks_is_named_and_ends_both(place: Place, compiled_for_two):
@@ -194,7 +194,8 @@ def test_rank_0_listens_only_where_the_others_look_for_it(place: Place, compiled
     for process in both:
         process.kill()
         process.communicate()
-    assert addresses == {"0100007F"}  # 127.0.0.1
+    # 127.0.0.1, which gRPC may bind as an IPv4-mapped address of IPv6.
+    assert addresses and all(address.endswith("0100007F") for address in addresses)
 
 
 def listening_addresses(port: int) -> set[str]:
