@@ -10,14 +10,15 @@ from graphtrain.config.schema import Config
 from graphtrain.errors import LaunchError
 from lowering.machine.target import Target
 
-# The data loader, the copies of checkpoints and the threads of XLA and NCCL of one device. A DGX
-# H100 has 14 cores for each GPU.
+# Estimates of ours, which options of the job system override.
+# The data loader, the copies of checkpoints, and the threads of XLA and NCCL of one device.
 _CORES_PER_DEVICE = 8
-# A checkpoint is copied to host memory before it is written: the memory of all devices and a
-# quarter for the buffers of the writer. A DGX H100 has 3.2 times the memory of its GPUs.
 _HOST_MEMORY = 4 << 30  # bytes for Python, XLA and the loaded programs
-# NCCL's transport between the GPUs of a host; 9 MB for each pair, and a container has 64 MB.
-# Source: NCCL user guide, Troubleshooting, Shared memory: --shm-size=1g.
+# A checkpoint is copied to host memory before it is written: the memory of all devices, and a
+# quarter for the buffers of the writer.
+_CHECKPOINT_COPIES = 1.25
+# NCCL's user guide ("Runtime and MPI issues") suggests 1 GB for a container of several GPUs; more
+# costs nothing until it is used.
 _SHARED_MEMORY_PER_DEVICE = 1 << 30
 
 
@@ -66,7 +67,7 @@ def make_job(config: Config, arguments: Sequence[str], cache: Path, workers: int
         gpus_per_host=target.devices // target.processes if target.is_gpu else 0,
         cores_per_host=_CORES_PER_DEVICE * devices if uses_accelerators else devices,
         memory_per_host=_HOST_MEMORY
-        + (int(1.25 * devices * target.memory_bytes) if uses_accelerators else 0),
+        + (int(_CHECKPOINT_COPIES * devices * target.memory_bytes) if uses_accelerators else 0),
         shared_memory_per_host=_SHARED_MEMORY_PER_DEVICE * devices if uses_accelerators else 0,
         is_exclusive=uses_accelerators and devices == target.specification.get("group"),
         workers=workers,

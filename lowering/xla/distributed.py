@@ -111,8 +111,7 @@ def initialize(member: Membership, target: Target) -> None:
     Raises:
         LoweringError: the other processes did not join in time.
     """
-    # XLA logs each lost connection as an error with a C++ trace; the run says it in one line.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    _silence_xla()
     options: dict[str, Any] = {}
     if member.coordinator:
         options["coordinator_address"] = member.coordinator
@@ -139,6 +138,16 @@ def initialize(member: Membership, target: Target) -> None:
             f"{member.coordinator or 'the first node of the Slurm step'}: {first}; check that all "
             "processes are started and can reach that address"
         ) from None
+
+
+def _silence_xla() -> None:
+    """Let XLA log nothing: it logs a lost process as errors, and the run says it in one line.
+
+    Call it before JAX is imported, which reads the level. JAX sets "1" where none is set, and a
+    process that was started by one with JAX inherits it, so this value is no wish of the user.
+    """
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 
 def bind_address(coordinator: str) -> str | None:
