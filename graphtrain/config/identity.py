@@ -59,6 +59,7 @@ EXECUTION = frozenset(
         "run.evaluate_every",
         "run.evaluate_batches",
         "run.tensorboard",
+        "run.watchdog",
     }
 )
 

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -195,7 +196,8 @@ def test_a_single_process_that_hangs_is_ended(place: Place):
 def test_rank_0_listens_only_where_the_others_look_for_it(place: Place, compiled_for_two):
     both = ranks(place, *LONG)
     wait_for_step(place, 1)
-    port = int(both[0].args[-5].rpartition(":")[2])  # pyright: ignore[reportIndexIssue]
+    meeting = cast("list[str]", both[0].args)[-5]
+    port = int(meeting.rpartition(":")[2])
     addresses = listening_addresses(port)
     for process in both:
         process.kill()
