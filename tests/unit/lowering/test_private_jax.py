@@ -250,12 +250,12 @@ def test_the_loss_of_the_service_calls_a_function_instead_of_aborting():
         "from lowering.xla import private\n"
         "private.initialize_distributed(lambda: os._exit(75), num_processes=2,\n"
         f"    coordinator_address={address!r}, process_id=int(sys.argv[1]))\n"
-        "print('joined', flush=True); sys.stdin.read()\n"
+        "print('joined', flush=True)\n"
+        "import threading; threading.Event().wait()\n"  # until the function ends the process
     )
     both = [
         subprocess.Popen(
             [sys.executable, "-c", script, rank],
-            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
