@@ -177,7 +177,7 @@ def test_a_job_of_all_gpus_of_a_host_asks_for_its_cores_and_memory(place: Place)
 @needs_slurm
 @pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_run_that_loses_a_rank_is_queued_again_and_goes_on(cluster: Place, sent: signal.Signals):
-    long = ["--set", "run.steps=400", "--set", "run.save_every=20"]
+    long = ["--set", "run.steps=150", "--set", "run.save_every=10"]
     long += ["--set", "run.watchdog.step_timeout=10.0"]
     number = launched(cluster, *long)
     wait_until(lambda: saved_steps(cluster.path / "run/checkpoints"), cluster)
@@ -186,7 +186,7 @@ def test_a_run_that_loses_a_rank_is_queued_again_and_goes_on(cluster: Place, sen
     (log,) = cluster.path.glob("run/launch/run-*.log")
     if sent == signal.SIGSTOP:  # srun ends the other rank itself when one is killed
         assert re.search(r"error: .*rank \d no longer responds", log.read_text())
-    assert "trained 400 steps (resumed from" in log.read_text()
+    assert "trained 150 steps (resumed from" in log.read_text()
 
 
 def signal_one_rank(place: Place, sent: signal.Signals) -> None:
