@@ -24,7 +24,6 @@ from sharding_rules.documents import read_json
 
 _JOBS = "jobs.json"
 _STATUS_SIGTERM = 143  # exit status of a graphtrain run that saved a checkpoint on SIGTERM
-_STATUS_KILLED = 137  # exit status of srun when a rank was killed, for example for its memory
 # Requeues after a rank was lost or stalled; a run that never gets further must end some time.
 _MAX_REQUEUES = 100
 
@@ -86,7 +85,7 @@ def make_scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) ->
                 "status=$?",
                 'requeue() { scontrol requeue "$SLURM_JOB_ID"; }',
                 f"case $status in {_STATUS_SIGTERM}) requeue;; "
-                f"{PeerLost.exit_status}|{_STATUS_KILLED}) "
+                f"{PeerLost.exit_status}) "
                 f'[ "${{SLURM_RESTART_COUNT:-0}}" -ge {_MAX_REQUEUES} ] || requeue;; esac',
                 'exit "$status"',
             ],
