@@ -23,6 +23,7 @@ from graphtrain.config import (
 from graphtrain.config.render import toml
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+paths = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 count = st.integers(1, 2**63 - 1)
 number = st.floats(allow_nan=False, allow_infinity=False)
 above_zero = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
@@ -50,7 +51,7 @@ def configs(draw):
     batch = Batch(global_batch_size=heads * groups, seq_len=draw(count), microbatches=groups)
     program = Program(
         target=draw(text),
-        rules=tuple(draw(st.lists(text, max_size=3))),
+        rules=tuple(draw(st.lists(paths, max_size=3))),
         mesh=Mesh(**dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))),
         model=model,
         batch=batch,
@@ -60,9 +61,9 @@ def configs(draw):
         loss=Loss(z_loss=abs(draw(number))),
     )
     run = Run(
-        directory=draw(text.filter(bool)),
+        directory=draw(paths.filter(bool)),
         steps=steps,
-        data=Data(train=draw(text), validation=draw(st.none() | text)),
+        data=Data(train=draw(paths), validation=draw(st.none() | paths)),
         learning_rate=LearningRate(peak=draw(above_zero), warmup_steps=draw(st.integers(0, steps))),
         evaluate_every=draw(st.none() | count),
     )
