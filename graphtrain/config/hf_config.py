@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 from pydantic import Field
+from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
 
 from graphtrain.errors import ImportedModelError
 from graphtrain.files import validate

@@ -10,10 +10,11 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
+from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
 
 from graphtrain.errors import WeightsError
 from graphtrain.files import validate
