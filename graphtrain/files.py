@@ -114,6 +114,11 @@ def content_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def json_digest(value: Any) -> str:
+    """Return the SHA-256 digest of a JSON value, in the form that JSON gives back."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def validate(schema: type[_T], value: Any) -> _T:
     """Return a JSON value as an instance of a dataclass or TypedDict.
 

@@ -4,7 +4,6 @@ It is written into the directory of the step before Orbax renames it, so a compl
 one. Orbax's own notes on the directory (`_UNVERIFIED`) are written after it, and are not used.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.errors import TrainingError
-from graphtrain.files import atomic_write
+from graphtrain.files import atomic_write, content_digest, json_digest
 
 NAME = "manifest.json"
 _VERSION = 1
@@ -52,7 +51,7 @@ def write_manifest(directory: Path, manifest: Path | None = None) -> None:
         entries = pool.map(lambda name: _entry(directory / name), names)
         files = dict(zip(names, entries, strict=True))
     content = {"version": _VERSION, "files": files}
-    content["digest"] = _digest(content)
+    content["digest"] = json_digest(content)
     with atomic_write(manifest or directory / NAME) as file:
         file.write((json.dumps(content, indent=1) + "\n").encode())
 
@@ -93,7 +92,7 @@ def _read_manifest(directory: Path, path: Path) -> dict[str, Any]:
             raise DamagedCheckpoint(
                 directory, f"{path.name} has version {content['version']}, not {_VERSION}"
             )
-        if digest != _digest(content):
+        if digest != json_digest(content):
             raise DamagedCheckpoint(
                 directory, f"{path.name} does not have the digest it was written by"
             )
@@ -116,7 +115,7 @@ def _verify_file(directory: Path, name: str, entry: dict[str, Any], hashed: bool
             raise DamagedCheckpoint(
                 directory, f"{name} has {size} bytes instead of {entry.get('size')}"
             )
-        if hashed and _sha256(path) != entry.get("sha256"):
+        if hashed and content_digest(path) != entry.get("sha256"):
             raise DamagedCheckpoint(
                 directory, f"{name} does not have the SHA-256 it was written with"
             )
@@ -142,14 +141,4 @@ def _file_names(directory: Path) -> list[str]:
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    return {"size": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest(content: dict[str, Any]) -> str:
-    """Return the digest of the manifest itself, in the form that JSON gives back."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return {"size": path.stat().st_size, "sha256": content_digest(path)}

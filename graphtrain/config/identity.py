@@ -6,7 +6,6 @@ written and when, or only the beginning of a run. A name stands for a setting or
 longest that matches counts.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from graphtrain.config.hf_config import config_path
 from graphtrain.config.lines import KeyPath
 from graphtrain.config.schema import Config, Program, is_imported
+from graphtrain.files import content_digest
 
 MATHEMATICS = frozenset(
     {
@@ -145,6 +145,6 @@ def _plain(value: Any) -> Any:
 
 def _file_digest(path: Path) -> str:
     try:
-        return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+        return f"sha256:{content_digest(path)[:16]}"
     except OSError:  # reported where the model is opened
         return "unreadable"

@@ -1,10 +1,8 @@
 """Description of a dataset, PREFIX.json: its tokenizer, sizes and digests."""
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +12,7 @@ from graphtrain.data.indexed.loss_spans import LossSpans, loss_spans_prefix
 from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
-from graphtrain.files import atomic_write, content_digest, validate
+from graphtrain.files import atomic_write, content_digest, json_digest, validate
 from sharding_rules.documents import read_object
 
 _SUMMARY_TOKENS = 256  # tokens of the first document shown in a summary
@@ -80,14 +78,10 @@ def write_description(prefix: str | Path, description: DatasetDescription) -> Da
         paths += dataset_paths(loss_spans_prefix(prefix))
     description = replace(description, samples=sample_digests(prefix, paths))
     fields = asdict(description)
-    fields["digest"] = _digest(fields)
+    fields["digest"] = json_digest(fields)
     with atomic_write(Path(f"{prefix}.json")) as file:
         file.write((json.dumps(fields, indent=2) + "\n").encode())
     return description
-
-
-def _digest(fields: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def read_description(prefix: str | Path) -> DatasetDescription | None:
@@ -100,7 +94,7 @@ def read_description(prefix: str | Path) -> DatasetDescription | None:
     try:
         fields = read_object(path)
         digest = fields.pop("digest", None)  # descriptions of earlier versions have none
-        if digest is not None and digest != _digest(fields):
+        if digest is not None and digest != json_digest(fields):
             raise DataError(
                 f"{path}: is not as it was written: its digest differs; prepare the dataset again"
             )
