@@ -24,6 +24,7 @@ _SOURCES = (
     "graphtrain/config/hf_config.py",
     "graphtrain/config/resolve.py",
     "graphtrain/config/schema",
+    "graphtrain/files.py",  # checks config.json
     "graphtrain/graphs",
     "graphtrain/models",
     "lowering",
