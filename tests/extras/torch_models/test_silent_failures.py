@@ -184,7 +184,8 @@ def test_a_file_that_cannot_be_imported_is_told_with_its_line(tmp_path):
         ({"model_type": "no-such"}, "has no model_type 'no-such'"),
         ({"model_type": "t5"}, "no causal language model of model_type 't5'"),
         ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, "not a multiple"),
-        ({"model_type": "llama", "hidden_size": "big"}, "expected int, got str"),
+        ({"model_type": "llama", "intermediate_size": "big"}, "expected int, got str"),
+        ({"model_type": "llama", "hidden_size": "big"}, "hidden_size: .* a valid integer"),
     ],
 )
 def test_a_config_that_transformers_refuses_is_told_in_a_line(tmp_path, config, words):
