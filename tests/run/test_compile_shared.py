@@ -111,7 +111,7 @@ def test_whatever_is_killed_whenever_the_next_compile_finishes_the_work(cold):
 @pytest.mark.usefixtures("compiled_quickly")
 def test_a_full_disk_is_said_and_the_next_compile_finishes_the_work(cold):
     cold.cache.mkdir()
-    disk = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(cold.cache)]
+    disk = ["mount", "-t", "tmpfs", "-o", "size=100k,mode=700", "tmpfs", str(cold.cache)]
     if subprocess.run(disk, capture_output=True).returncode:
         pytest.skip("a small file system cannot be mounted here")
     try:
