@@ -53,7 +53,7 @@ def make_job(config: Config, arguments: Sequence[str], cache: Path, workers: int
     if target.processes is None:
         raise LaunchError(
             f"{target}: the scheduler of the TPU slice determines its hosts; start graphtrain run "
-            "on each host, with --coordinator, --processes and --rank (docs/clusters.md)"
+            "on each host, with --coordinator, --processes and --rank (docs/guides/clusters.md)"
         )
     directory = Path(config.run.directory)
     devices = target.devices // target.processes

@@ -29,7 +29,7 @@ class TorchSearch:
         opened = TorchLanguageModel(program.model).opened()
         from graphtrain.torch_frontend.pipeline_parts import parts_of
 
-        not_tried = {"context": "not tried for PyTorch models; see docs/torch.md, Attention"}
+        not_tried = {"context": "not tried for PyTorch models; see docs/guides/torch.md, Attention"}
         try:
             parts_of(opened)
         except ShardingError as error:

@@ -11,7 +11,7 @@ from graphtrain.config.schema import AttentionImplementation, MixtureOfExperts, 
 if TYPE_CHECKING:
     from graphtrain.config.schema import TorchModel
 
-# Families that do not call graphtrain's attention; docs/torch.md, Attention.
+# Families that do not call graphtrain's attention; docs/guides/torch.md, Attention.
 _OWN_ATTENTION = ("bloom", "falcon", "gptj", "gpt_neo")
 # Families whose MLP has no gate.
 _WITHOUT_GATE = (

@@ -2,5 +2,6 @@
 
     Graph ─► per-device HLO ─► MindIR ─► GraphCell, one process for each rank
 
-docs/ascend.md explains the steps and the terms. Imports `lowering` and `sharding_rules` only.
+docs/guides/ascend.md explains the steps and the terms. Imports `lowering` and `sharding_rules`
+only.
 """

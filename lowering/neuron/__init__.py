@@ -2,5 +2,6 @@
 
     Graph ─► per-device HLO ─► normalised HLO ─► preflight ─► neuronx-cc ─► NEFF ─► nrt
 
-docs/neuron.md explains the steps and the terms. Imports `lowering` and `sharding_rules` only.
+docs/guides/neuron.md explains the steps and the terms. Imports `lowering` and `sharding_rules`
+only.
 """

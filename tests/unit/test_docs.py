@@ -31,7 +31,7 @@ def test_named_files_of_the_tree_exist(page):
         r"(?<![\w/.])((?:graphtrain|lowering|sharding_rules|tests|examples)/[\w/.-]+\.\w+)",
         page.read_text(),
     )
-    to_write = {"sharding_rules/presets/columns.toml"}  # by the reader of docs/sharding.md
+    to_write = {"sharding_rules/presets/columns.toml"}  # by the reader of docs/guides/sharding.md
     assert [path for path in named if not (ROOT / path).exists() and path not in to_write] == []
 
 

@@ -142,8 +142,8 @@ class Model:
     dropout: DropoutRate = 0.0  # after embedding, attention and MLP
     init_std: PositiveFloat = 0.02  # of initial weights; of a block's outputs: / sqrt(2 layers)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of computation; weights are float32
-    remat: Remat = "dots"  # activation checkpointing: what to recompute; docs/sharding.md
-    attention: AttentionImplementation = "auto"  # flash never stores scores; docs/targets.md
+    remat: Remat = "dots"  # activation checkpointing: what to recompute; docs/guides/sharding.md
+    attention: AttentionImplementation = "auto"  # flash never stores scores; docs/guides/targets.md
     unroll: Positive = 1  # layers in an iteration of the loop over layers; docs/BENCHMARKS.md
 
     def __post_init__(self) -> None:

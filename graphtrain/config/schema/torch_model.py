@@ -28,10 +28,10 @@ class TorchModel:
     axes: dict[str, tuple[str, ...]] = _EMPTY  # array axes by weight name: "*.wq.weight"; "": none
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of computation; weights are float32
     remat: Literal["none", "attention", "dots", "full"] = "dots"  # what the backward recomputes
-    attention: AttentionImplementation = "auto"  # as of the native model; docs/targets.md
+    attention: AttentionImplementation = "auto"  # as of the native model; docs/guides/targets.md
     # trace: JAX differentiates the forward pass, with blocks scanned. strict: PyTorch's own
     # backward pass. auto: trace unless a known hazard or the parity check requires strict.
-    front_end: Literal["auto", "trace", "strict"] = "auto"  # docs/torch.md, Two front ends
+    front_end: Literal["auto", "trace", "strict"] = "auto"  # docs/guides/torch.md, Two front ends
     parity: Overrides = _EMPTY  # more overrides for the small model of the parity check
 
     def __post_init__(self) -> None:

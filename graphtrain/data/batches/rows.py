@@ -45,7 +45,7 @@ class PackingSettings:
             raise DataError(
                 f"{prefix}: contains {quantifier}preference pairs, which {kind} "
                 'program.loss.kind = "dpo"; change this setting or the dataset '
-                "(docs/instructions.md)"
+                "(docs/guides/instructions.md)"
             )
         packing = self.packing or self._default_packing(conversations is not None)
         if packing == "concat" and conversations is None:

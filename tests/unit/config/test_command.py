@@ -14,7 +14,7 @@ from graphtrain.config import load_config
 from graphtrain.errors import ConfigError
 from sharding_rules.axes import MESH_AXES
 
-GUIDE = Path(__file__).parents[3] / "docs" / "configuration.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "configuration.md"
 
 
 @pytest.fixture

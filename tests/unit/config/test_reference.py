@@ -1,15 +1,16 @@
-"""docs/settings.md is what `graphtrain config reference` prints, and lacks no setting."""
+"""docs/reference/settings.md is what `graphtrain config reference` prints, and complete."""
 
 from pathlib import Path
 
 from graphtrain.config.reference import reference
 from graphtrain.config.settings import known_settings
 
-PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "settings.md"
 
 
 def test_the_page_is_made_from_the_code():
-    assert PAGE.read_text() == reference()  # else: graphtrain config reference > docs/settings.md
+    # else: graphtrain config reference > docs/reference/settings.md
+    assert PAGE.read_text() == reference()
 
 
 def test_every_setting_is_on_the_page_with_its_meaning():
