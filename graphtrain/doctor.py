@@ -1,6 +1,5 @@
 """Checks of what this machine can compile for and run on, with remedies for what is missing."""
 
-import importlib.util
 import platform
 import shutil
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 from lowering.ascend import installation
+from lowering.extras import install_command, is_installed
 from lowering.machine import host
 from lowering.machine.toolchain import Toolchain
 
@@ -65,12 +65,12 @@ def _targets() -> list[MachineFinding]:
 
 
 def _accelerator(name: str, module: str, extra: str) -> MachineFinding:
-    if importlib.util.find_spec(module) is not None:
+    if is_installed(module):
         return MachineFinding(
             f"target {name}", "compiles; runs on a machine that has the devices", True
         )
     return MachineFinding(
-        f"target {name}", f"estimates only; to compile, pip install 'graphtrain[{extra}]'", True
+        f"target {name}", f"estimates only; to compile, {install_command(extra)}", True
     )
 
 

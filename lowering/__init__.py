@@ -59,7 +59,8 @@ class Backend(Protocol):
         of JAX in a process, so it may configure JAX.
 
         Raises:
-            LoweringError: the compiler is not installed, or does not support the topology.
+            LoweringError: the compiler does not support the topology.
+            MissingExtra: the compiler is not installed.
         """
         ...
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.errors import CacheError
+from lowering.extras import optional_import
 
 RETRY_SECONDS = 120.0  # seconds; below the five minutes for which a signed request is valid
 _MAX_RETRIES, _RETRY_DELAY_SECONDS = (
@@ -152,10 +153,8 @@ class ObjectStore:
 
 
 def _open(url: str, patience: float, make: bool) -> Any:
-    try:
+    with optional_import(url):
         from obstore.store import LocalStore, from_url
-    except ModuleNotFoundError:
-        raise CacheError(f"{url} needs obstore; run: pip install 'graphtrain[share]'") from None
     with _store_errors(url, "open", ""):
         if "://" not in url:
             path = Path(url).expanduser().absolute()

@@ -16,6 +16,7 @@ from typing import Any
 
 from graphtrain.cache.config_directory import config_directory
 from graphtrain.errors import CacheError
+from lowering.extras import optional_import
 
 _PAYLOAD_TYPE = "application/vnd.graphtrain.statement+json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -116,7 +117,8 @@ class KeyStore:
         Raises:
             CacheError: there is no signing key.
         """
-        from securesystemslib.dsse import Envelope
+        with optional_import("a signature"):
+            from securesystemslib.dsse import Envelope
 
         public = _as_key(self.own_public_key())
         signer = _signing().CryptoSigner.from_priv_key_uri(f"file2:{self._private}", public)
@@ -152,8 +154,9 @@ class KeyStore:
         Raises:
             UntrustedError: not an envelope, or not signed by a trusted key.
         """
-        from securesystemslib.dsse import Envelope
-        from securesystemslib.exceptions import VerificationError
+        with optional_import("a signature"):
+            from securesystemslib.dsse import Envelope
+            from securesystemslib.exceptions import VerificationError
 
         try:
             body = _parse_envelope(envelope)
@@ -227,10 +230,6 @@ def _as_key(public: Mapping[str, Any]) -> Any:
 
 
 def _signing() -> Any:
-    try:
+    with optional_import("a signature"):
         from securesystemslib import signer
-    except ModuleNotFoundError:
-        raise CacheError(
-            "signatures need securesystemslib; run: pip install 'graphtrain[share]'"
-        ) from None
     return signer

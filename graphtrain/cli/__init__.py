@@ -18,6 +18,7 @@ from typing import NoReturn
 import click
 
 from graphtrain.cli.terminal import say
+from lowering.extras import is_optional, missing_extra
 
 _COMMAND_HELP = {
     "cache": "List, explain, verify, share and remove compiled programs.",
@@ -127,6 +128,8 @@ def _exit_status(error: Exception) -> int | None:
 
     if isinstance(error, UserError):
         return error.exit_status
+    if isinstance(error, ModuleNotFoundError):
+        return 2 if is_optional(error.name) else None
     is_file_error = isinstance(error, OSError) and error.filename and error.errno in _USERS_ERRNO
     return 2 if is_file_error else None
 
@@ -145,4 +148,6 @@ _USERS_ERRNO = {
 
 
 def _words(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return str(missing_extra(error.name or "", "this command"))
     return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import lowering
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import TorchModel, is_imported
+from lowering.extras import optional_import
 
 if TYPE_CHECKING:
     from graphtrain.cache import Cache
@@ -66,7 +67,8 @@ def describe_model(program: ResolvedProgram, store: Path) -> Iterator[str]:
         store: directory of the cache, which may have the results of the model's checks.
     """
     if (model := _torch_model(program)) is not None:
-        from graphtrain.torch_frontend.describe import describe
+        with optional_import("program.model.torch"):
+            from graphtrain.torch_frontend.describe import describe
 
         yield from describe(model, store)
 

@@ -13,13 +13,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import util
 from pathlib import Path
 from typing import Any
 
 from graphtrain.errors import LaunchError
 from graphtrain.launch.job import Job
 from lowering.errors import PeerLost
+from lowering.extras import optional_import
 from sharding_rules.documents import read_json
 
 _JOBS = "jobs.json"
@@ -46,7 +46,8 @@ def make_scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) ->
             a checkpoint.
 
     Raises:
-        LaunchError: an sbatch option does not exist, or simple_slurm is not installed.
+        LaunchError: an sbatch option does not exist.
+        MissingExtra: simple_slurm is not installed.
     """
     compile_options = {
         "job-name": f"{job.name}-compile",
@@ -94,9 +95,8 @@ def make_scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) ->
 
 
 def _script(options: Mapping[str, str], commands: list[str]) -> str:
-    if util.find_spec("simple_slurm") is None:
-        raise LaunchError("Slurm scripts need simple_slurm; run: pip install 'graphtrain[slurm]'")
-    from simple_slurm import Slurm
+    with optional_import("a Slurm script"):
+        from simple_slurm import Slurm
 
     script = Slurm()
     script.set_shell("/bin/bash")

@@ -121,7 +121,7 @@ def _missing_reason(outcome: TaskOutcome) -> str:
     """Return the reason why there is no compiled program."""
     if outcome.error is None:
         return "the compiled program was removed from the cache after its compilation"
-    if outcome.kind in ("OutOfMemory", "LoweringError", "CompilerMissing"):
+    if outcome.kind in ("OutOfMemory", "LoweringError", "CompilerMissing", "MissingExtra"):
         return outcome.error
     return f"the compiler failed: {outcome.error}; StableHLO and log are in {outcome.failure}"
 

@@ -14,9 +14,9 @@ from string import Template
 from typing import Any
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.errors import PlanError
 from graphtrain.planning.answer import Answer
 from graphtrain.planning.text import answer_as_json, fit_summary
+from lowering.extras import optional_import
 from sharding_rules.pipeline import bubble_fraction, timeline
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -32,7 +32,7 @@ def render_page(title: str, answer: Answer, searched: Sequence[dict[str, Any]] =
         searched: strategies in the format of `graphtrain plan search --json`.
 
     Raises:
-        PlanError: vl-convert is not installed.
+        MissingExtra: vl-convert is not installed.
     """
     program, assessment = answer.program, answer.assessment
     on_cpu = program.target.platform == "cpu"
@@ -70,13 +70,8 @@ def _pipeline(program: ResolvedProgram) -> dict[str, Any] | None:
 
 
 def _vega_lite() -> str:
-    try:
+    with optional_import("the HTML page"):
         import vl_convert
-    except ModuleNotFoundError:
-        raise PlanError(
-            "the HTML page requires vl-convert, which is not installed; run: "
-            "pip install 'graphtrain[html]'"
-        ) from None
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 

@@ -66,9 +66,9 @@ def _attention(model: TorchModel, kind: str) -> AttentionImplementation:
 
 def _module_equivalent(model: TorchModel) -> Model | None:
     """Return a model with equally many matrix weights (the N of 6 N FLOPs) and as wide queries."""
-    from graphtrain.torch_frontend.model import open_model
+    from graphtrain.torch_frontend.language_model import TorchLanguageModel
 
-    opened = open_model(model)
+    opened = TorchLanguageModel(model).opened()
     if not opened.embed:
         return None
     assert model.vocab is not None

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from graphtrain.errors import ImportedModelError
+from lowering.extras import missing_extra
 from lowering.machine.toolchain import version
 
 TORCHAX = "0.0.14.dev20261026"
-_INSTALL = (
-    "pip install 'graphtrain[torch]' 'graphtrain[hf]' "
-    "--extra-index-url https://download.pytorch.org/whl/cpu"
-)
 
 
 def installed() -> dict[str, str | None]:
@@ -25,13 +22,13 @@ def check_versions(installed_versions: dict[str, str | None], *, hf: bool) -> No
         hf: whether the model is one of transformers.
 
     Raises:
-        ImportedModelError: a version is missing or unsupported; says what to install.
+        ImportedModelError: a version is unsupported; says what to install.
+        MissingExtra: a package is not installed.
     """
     needed = ["torch", "torchax", *(["transformers"] if hf else [])]
     if missing := [name for name in needed if installed_versions[name] is None]:
-        raise ImportedModelError(
-            f"{' and '.join(missing)} not installed, but required by this model; {_INSTALL}"
-        )
+        setting, extra = ("hf", "hf") if hf else ("torch", "torch")
+        raise missing_extra(missing[0], f"program.model.{setting}", extra)
     torch, torchax = installed_versions["torch"] or "", installed_versions["torchax"] or ""
     if _numbers(torchax) < (0, 0, 14) and _numbers(torch) >= (2, 13):
         raise ImportedModelError(

@@ -18,6 +18,7 @@ from typing_extensions import TypedDict  # pydantic refuses that of typing befor
 
 from graphtrain.errors import WeightsError
 from graphtrain.files import validate
+from lowering.extras import optional_import
 from sharding_rules.documents import parse_object, read_object
 
 DTYPES = {
@@ -183,12 +184,8 @@ def numpy_dtype_of(name: str, kind: str) -> np.dtype:
 
 
 def _load_bin(path: Path) -> Mapping[str, Any]:
-    try:
+    with optional_import(f"{path}: a .bin file", "bin"):
         import torch
-    except ImportError:
-        raise WeightsError(
-            f"{path}: .bin files need PyTorch; run: pip install 'graphtrain[bin]'"
-        ) from None
     try:
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

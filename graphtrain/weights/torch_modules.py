@@ -171,14 +171,14 @@ def export(
     import lowering
     from graphtrain.checkpoints.checkpoint import restore_array
     from graphtrain.checkpoints.manifest import verify_files
-    from graphtrain.torch_frontend.model import open_model
+    from graphtrain.torch_frontend.language_model import TorchLanguageModel
     from graphtrain.weights.writer import SafetensorsWriter
 
     verify_files(directory / "checkpoints" / str(step))
     model: TorchModel = program.model  # pyright: ignore[reportAssignmentType]
     host = Target.parse("cpu:1")
     lowering.backend(host).compile_devices(host)  # keeps JAX from initialising other devices
-    opened, stages = open_model(model), program.stages
+    opened, stages = TorchLanguageModel(model).opened(), program.stages
     shapes = {name: tuple(parameter.shape) for name, parameter in opened.meta.parameters().items()}
     writer = SafetensorsWriter(
         destination, {name: (np.dtype(np.float32), s) for name, s in shapes.items()}

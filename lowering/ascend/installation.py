@@ -1,13 +1,13 @@
 """Detection of Ascend's software on this machine, without importing it."""
 
 import ctypes.util
-import importlib.util
 import os
 from pathlib import Path
 
+from lowering.extras import install_command, is_installed
 from lowering.machine.target import Target
 
-INSTALL_COMMAND = "pip install 'graphtrain[ascend]'"
+INSTALL_COMMAND = install_command("ascend")
 
 _RUNTIME = "ge_runner"  # the library of CANN that MindSpore's plugin loads first
 
@@ -23,7 +23,7 @@ def missing_software(target: Target) -> str:
 
 def has_mindspore() -> bool:
     """Return whether MindSpore is installed."""
-    return importlib.util.find_spec("mindspore") is not None
+    return is_installed("mindspore")
 
 
 def has_cann() -> bool:

@@ -7,11 +7,13 @@ The compilers are JAX plugins. They identify a machine by name (TPU) or by hardw
 import math
 import os
 from functools import cache
-from importlib import util
 from typing import Any
 
 from lowering.errors import LoweringError
+from lowering.extras import is_installed, missing_extra
 from lowering.machine.target import CHIPS_PER_HOST, Target
+
+_COMPILERS = {"tpu": "libtpu", "cuda": "jax_plugins.xla_cuda13"}  # module by platform
 
 
 @cache
@@ -19,13 +21,14 @@ def devices(target: Target) -> tuple[Any, ...]:
     """Return the compiler's descriptions of all devices of the target.
 
     Raises:
-        LoweringError: the compiler is not installed, or does not support the topology.
+        LoweringError: the compiler does not support the topology.
+        MissingExtra: the compiler is not installed.
     """
     return {"tpu": _tpu, "cuda": _cuda}[target.platform](target)
 
 
 def _tpu(target: Target) -> tuple[Any, ...]:
-    _require(target, "libtpu", "tpu")
+    require_compiler(target)
     # Allow several compiler processes, and skip the query to a metadata server that does not exist.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -39,7 +42,7 @@ def _tpu(target: Target) -> tuple[Any, ...]:
 
 
 def _cuda(target: Target) -> tuple[Any, ...]:
-    _require(target, "jax_plugins.xla_cuda13", "gpu")
+    require_compiler(target)
     return _topology_devices(
         target,
         platform="cuda",
@@ -72,15 +75,15 @@ def _topology_devices(target: Target, **question: Any) -> tuple[Any, ...]:
     return topology_devices
 
 
-def _require(target: Target, module: str, extra: str) -> None:
-    try:
-        missing = util.find_spec(module) is None
-    except ModuleNotFoundError:
-        missing = True
-    if missing:
-        raise LoweringError(
-            f"{target}: the compiler is not installed; run: pip install 'graphtrain[{extra}]'"
-        )
+def require_compiler(target: Target) -> None:
+    """Check that the compiler for devices that are not attached is installed.
+
+    Raises:
+        MissingExtra: it is not.
+    """
+    module = _COMPILERS.get(target.platform)
+    if module is not None and not is_installed(module):
+        raise missing_extra(module, f"compiling for {target}")
 
 
 def _gpu_config(target: Target) -> str:

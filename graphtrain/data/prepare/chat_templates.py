@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from graphtrain.data.prepare.conversations import Conversation, Message
 from graphtrain.data.tokenizers.protocol import Tokenizer, chat_template_of_config
 from graphtrain.errors import DataError
+from lowering.extras import optional_import
 
 TrainOn = Literal["answers", "last", "all"]
 
@@ -260,13 +261,11 @@ def _environment() -> Any:
 
     Source: https://huggingface.co/docs/transformers/chat_templating_writing
     """
-    try:
+    with optional_import("a chat template"):
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension
 
         from graphtrain.data.prepare.template_limits import LimitedEnvironment
-    except ModuleNotFoundError:
-        raise DataError("chat templates need jinja2; pip install 'graphtrain[data]'") from None
 
     class Generation(Extension):
         """Jinja extension that marks the text between {% generation %} and {% endgeneration %}."""

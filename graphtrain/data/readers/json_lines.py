@@ -18,6 +18,7 @@ from graphtrain.data.readers.records import (
     group_records,
 )
 from graphtrain.errors import DataError
+from lowering.extras import missing_extra
 
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 
@@ -70,7 +71,7 @@ def _zstd(path: Path) -> Any:
             return importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-    raise DataError(f"{path}: reading .zst needs backports.zstd; pip install 'graphtrain[data]'")
+    raise missing_extra("backports.zstd", f"{path}: a .zst file")
 
 
 @contextmanager

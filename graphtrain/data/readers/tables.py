@@ -6,6 +6,7 @@ from typing import Any
 
 from graphtrain.data.readers.records import FilePosition, LocatedRecord, RecordGroup, group_records
 from graphtrain.errors import DataError
+from lowering.extras import optional_import
 from sharding_rules.documents import read_json
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
@@ -64,12 +65,8 @@ def arrow_files(folder: Path) -> list[Path]:
 
 
 def _pyarrow(path: Path) -> Any:
-    try:
+    with optional_import(f"{path}: a table"):
         import pyarrow
-    except ModuleNotFoundError:
-        raise DataError(
-            f"{path}: reading tables needs pyarrow; pip install 'graphtrain[data]'"
-        ) from None
     return pyarrow
 
 

@@ -19,6 +19,7 @@ from graphtrain.data.tokenizers.special_tokens import (
 from graphtrain.data.tokenizers.word_cache import GPT2_WORDS_PATTERN, WordCache, splits_like_gpt2
 from graphtrain.errors import DataError
 from graphtrain.files import atomic_write
+from lowering.extras import optional_import
 
 # Files next to tokenizer.json: special tokens by role, and the chat template.
 COMPANION_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
@@ -273,10 +274,8 @@ def _load(definition: bytes, name: str) -> Any:
 def _import(name: str) -> Any:
     # Parallelism comes from worker processes; threads in each would only compete for cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
+    with optional_import(name):
         import tokenizers
-    except ModuleNotFoundError:
-        raise DataError(f"{name}: needs tokenizers; pip install 'graphtrain[data]'") from None
     return tokenizers
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from graphtrain.errors import WeightsError
 from graphtrain.weights.files import unloadable
+from lowering.extras import optional_import
 
 
 class Placeholder:
@@ -77,12 +78,8 @@ def load_tensor(path: Path, offset: int, length: int) -> Any:
 
 
 def _load(path: Path, load: Callable[[Any], Any], globals_path: Path | None = None) -> Any:
-    try:
+    with optional_import(f"{path}: a checkpoint of Megatron-LM", "bin"):
         import torch
-    except ImportError:
-        raise WeightsError(
-            f"{path}: Megatron's files need PyTorch; run: pip install 'graphtrain[bin]'"
-        ) from None
     serialization = torch.serialization
     try:
         global_names = (

@@ -21,6 +21,7 @@ from graphtrain.torch_frontend.parity import check_parity, run_check_once
 from graphtrain.torch_frontend.source import key_ingredients
 from graphtrain.torch_frontend.strict import StrictEnvironment
 from graphtrain.torch_frontend.versions import check_versions
+from lowering.extras import MissingExtra
 from lowering.trees import flatten
 
 MODULES = Path(__file__).with_name("modules.py")
@@ -351,7 +352,7 @@ def test_parameters_begin_as_the_constructor_would_have_them():
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        ({"torch": "2.13.0", "torchax": None}, "torchax not installed"),
+        ({"torchax": None}, r"model.hf needs torchax.*run: pip install 'graphtrain\[hf\]'"),
         ({"torch": "2.13.0+cpu", "torchax": "0.0.13"}, "torchax 0.0.13 does not import with torch"),
         ({"torch": "2.9.0", "torchax": "0.0.14.dev1"}, "torch 2.9.0 is untested"),
         ({"transformers": "4.57.0"}, "transformers 4.57.0 cannot be traced"),
@@ -360,5 +361,5 @@ def test_parameters_begin_as_the_constructor_would_have_them():
 def test_versions_that_do_not_go_together_are_named(found, words):
     known = {"torch": "2.13.0", "torchax": "0.0.14.dev20261026", "transformers": "5.23.0"}
     check_versions(known, hf=True)
-    with pytest.raises(ImportedModelError, match=words):
+    with pytest.raises((ImportedModelError, MissingExtra), match=words):
         check_versions(known | found, hf=True)
