@@ -6,7 +6,6 @@ others.
 
 import errno
 import importlib
-import io
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from typing import NoReturn
 import click
 
 from graphtrain.cli.terminal import say
+from graphtrain.cli.usage import Group, usage_message
 from lowering.extras import is_optional, missing_extra
 
 _COMMAND_HELP = {
@@ -45,7 +45,7 @@ class SignalReceived(BaseException):
         self.status = 128 + signal_number
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Group):
     """Command group that imports each command on first use.
 
     A command is the object `command` of the module of the same name, with _ in place of -.
@@ -84,10 +84,11 @@ def main() -> None:
     except click.Abort:
         say("Aborted!")
         _exit(1)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        _exit(error.exit_code)
     except click.ClickException as error:
-        shown = io.StringIO()
-        error.show(shown)
-        say(shown.getvalue().rstrip("\n"))
+        say(f"error: {usage_message(error)}")
         _exit(error.exit_code)
     except Exception as error:
         status = _exit_status(error)

@@ -23,6 +23,7 @@ from graphtrain.cli.options import (
     target_option,
 )
 from graphtrain.cli.terminal import printable, say
+from graphtrain.cli.usage import Group
 from graphtrain.errors import CacheError
 
 _DIGITS = 12  # shown of a digest in a table
@@ -31,7 +32,7 @@ _LINES = 20  # differences shown in one explanation
 _store = make_cache_option(Cache)
 
 
-@click.group("cache")
+@click.group("cache", cls=Group)
 def command() -> None:
     """List, show, verify, explain, share and remove compiled programs."""
 

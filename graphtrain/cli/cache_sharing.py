@@ -21,6 +21,7 @@ from graphtrain.cli.options import (
     target_option,
 )
 from graphtrain.cli.terminal import say
+from graphtrain.cli.usage import Group
 
 if TYPE_CHECKING:
     from graphtrain.cache.exchange import TransferResult
@@ -109,7 +110,7 @@ def _progress(verb: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda completed, total: display.update(row, completed=completed, total=total)
 
 
-@click.group("key")
+@click.group("key", cls=Group)
 def key() -> None:
     """Manage the key that signs your programs, and the keys that you trust."""
 

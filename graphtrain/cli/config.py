@@ -6,9 +6,10 @@ from pathlib import Path
 import click
 
 from graphtrain.cli.options import config_argument, json_option, overrides_option, target_option
+from graphtrain.cli.usage import Group
 
 
-@click.group()
+@click.group(cls=Group)
 def command() -> None:
     """Show a resolved configuration, or the JSON schema for editors."""
 

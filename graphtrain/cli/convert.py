@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphtrain.cli.options import LocalPath, json_option
+from graphtrain.cli.usage import Group
 
 if TYPE_CHECKING:
     from graphtrain.weights.convert import ConversionSummary, Progress
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _DIRECTORY = LocalPath()
 
 
-@click.group("convert")
+@click.group("convert", cls=Group)
 def command() -> None:
     """Convert weights from and to other formats; reshard checkpoints."""
 

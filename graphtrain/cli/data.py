@@ -12,12 +12,13 @@ import click
 
 from graphtrain.cli.options import LocalPath
 from graphtrain.cli.terminal import say
+from graphtrain.cli.usage import Group
 
 _PATH = LocalPath()
 _FRACTION = click.FloatRange(0, 1, max_open=True)
 
 
-@click.group("data")
+@click.group("data", cls=Group)
 def command() -> None:
     """Tokenize text and conversations for training; inspect, check and merge datasets."""
 

@@ -13,9 +13,10 @@ from graphtrain.cli.options import (
     overrides_option,
     target_option,
 )
+from graphtrain.cli.usage import Group
 
 
-@click.group("launch")
+@click.group("launch", cls=Group)
 def command() -> None:
     """Compile and train on a cluster with Slurm or Kubernetes."""
 

@@ -20,6 +20,7 @@ from graphtrain.cli.options import (
     write_file,
 )
 from graphtrain.cli.terminal import say
+from graphtrain.cli.usage import Group
 
 if TYPE_CHECKING:
     from lowering.neuron.persistent_cache.entries import NeuronCacheEntry
@@ -95,7 +96,7 @@ def _compile_options(function: Callable) -> Callable:
     return function
 
 
-@click.group("neuron")
+@click.group("neuron", cls=Group)
 def command() -> None:
     """Compile, inspect and clean the cache of AWS's Neuron tools; compile bundles.
 

@@ -4,9 +4,13 @@
 """
 
 import importlib
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import click
+
+from graphtrain.cli.usage import Group, unknown_command
 
 # name: module, function, help
 _COMMANDS = {
@@ -21,7 +25,7 @@ _COMMANDS = {
 }
 
 
-class _Plan(click.Group):
+class _Plan(Group):
     """Command group that passes arguments that name none of its commands to `show`."""
 
     def make_context(
@@ -32,6 +36,9 @@ class _Plan(click.Group):
         **extra: Any,
     ) -> click.Context:
         if args and args[0] not in (*_COMMANDS, "-h", "--help"):
+            if get_close_matches(args[0][:100], _COMMANDS) and not Path(args[0]).exists():
+                parent = parent or click.Context(self, info_name=info_name)
+                raise unknown_command(args[0], list(_COMMANDS), parent)
             return _load("plan_show", "show").make_context(info_name, args, parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
