@@ -2,6 +2,18 @@
 
 from sharding_rules.errors import UserError
 
+# Exit status of every command, with what it means; shown by --help and in the reference.
+EXIT_STATUSES = {
+    "0": "success",
+    "1": "a defect in graphtrain, with a traceback",
+    "2": "an error that you can fix: the message says what is wrong, where, and what to do",
+    "3": "`graphtrain run` found no compiled program: compile first, or pass --compile",
+    "4": "the step does not fit in the memory of a device (`plan`), or no strategy fits (`search`)",
+    "5": "the plan differs from its lock (`plan check`)",
+    "75": "a rank was lost or hung: start the run again, and it resumes from its checkpoint",
+    "128 + n": "stopped by signal n, after saving a checkpoint if a run was training",
+}
+
 
 class GraphtrainError(UserError):
     """Base class of the errors of this package that a user can fix."""

@@ -18,6 +18,7 @@ import click
 
 from graphtrain.cli.terminal import say
 from graphtrain.cli.usage import Group, usage_message
+from graphtrain.errors import EXIT_STATUSES
 from lowering.extras import is_optional, missing_extra
 
 _COMMAND_HELP = {
@@ -64,7 +65,14 @@ class LazyGroup(Group):
             formatter.write_dl(list(_COMMAND_HELP.items()))
 
 
-@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+_EPILOG = "Exit status: " + "; ".join(f"{key} {text}" for key, text in EXIT_STATUSES.items()) + "."
+
+
+@click.command(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=_EPILOG.replace("`", ""),
+)
 @click.version_option(package_name="graphtrain")
 def _root() -> None:
     """Plan, compile and train language models. Programs are compiled once and then cached."""

@@ -8,7 +8,7 @@ job_config.py, Megatron-LM's arguments.py and NeMo's recipes.
 """
 
 # Setting of graphtrain: names that people bring.
-_NAMES_OF = {
+NAMES_OF = {
     "program.target": "hardware accelerator device platform compile_topology",
     "program.mesh.data": (
         "dp data_parallel data_parallel_size data_parallel_degree data_parallel_replicate_degree "
@@ -187,9 +187,7 @@ _NAMES_OF = {
 }
 
 _SETTING_OF = {
-    name: tuple(setting.split("."))
-    for setting, names in _NAMES_OF.items()
-    for name in names.split()
+    name: tuple(setting.split(".")) for setting, names in NAMES_OF.items() for name in names.split()
 }
 # Full paths whose last word is also the name of a setting.
 _SETTING_AT: dict[tuple[str, ...], tuple[str, ...]] = {

@@ -1,10 +1,12 @@
 """The reference of all settings, as a Markdown page made from the schema."""
 
+import re
 from collections.abc import Iterator
 
 from graphtrain.config.render import dotted, toml
 from graphtrain.config.settings import Node, json_schema, known_settings, words
 
+_LINK = re.compile(r"docs/([a-z-]+/)?([\w-]+)\.md")
 _HEAD = """# Settings
 
 Every setting of a configuration file, made from the code by `graphtrain config reference`. A
@@ -44,5 +46,6 @@ def _table(title: str, node: Node) -> Iterator[str]:
             default = "required" if name in node.get("required", ()) else ""
             if inner.get("default", {}) != {}:
                 default = f"`{toml(inner['default'])}`"
-            yield f"| `{name}` | {accepts} | {default} | {inner.get('description', '')} |"
+            meaning = _LINK.sub(r"[\2](../\1\2.md)", inner.get("description", ""))
+            yield f"| `{name}` | {accepts} | {default} | {meaning} |"
     yield ""

@@ -16,6 +16,24 @@ from lowering.machine import startup
 Record = Mapping[str, float | int | None]
 _NAME = "metrics.jsonl"
 
+# Every name in a record, with its meaning; docs/reference/metrics.md is made from it.
+METRICS = {
+    "step": "number of completed optimizer steps",
+    "loss": "training loss of the batch: cross-entropy in nats per target; with DPO, per pair",
+    "margin": "DPO: mean difference between the rewards of a chosen and a rejected answer",
+    "accuracy": "DPO: share of pairs whose chosen answer has the higher reward",
+    "grad_norm": "norm of all gradients together, before clipping",
+    "learning_rate": "learning rate of the step",
+    "targets": "number of tokens of the batch that count in the loss",
+    "step_seconds": "seconds between the end of the previous step and the end of this one",
+    "data_wait_seconds": "seconds of the step in which the training loop waited for its batch",
+    "tokens_per_second": "tokens of the batch, with padding, divided by step_seconds",
+    "mfu": "model FLOP utilization, with attention scores counted in full; null if unknown",
+    "mfu_causal": "the same, with the half of the scores that a causal mask leaves",
+    "memory_bytes": "memory in use on the fullest device of rank 0; on a CPU, of its process",
+    "validation_loss": "mean loss of the validation data; in a record of its own, with step",
+}
+
 
 class Journal:
     """Writer of the metrics of one run.

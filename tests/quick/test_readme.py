@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
+from graphtrain.run.metrics import METRICS, read_journal
+
 BLOCKS = re.findall(r"^```console\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
 COMMANDS = [line[2:] for block in BLOCKS for line in block.splitlines() if line[:2] == "$ "]
 
@@ -46,6 +48,8 @@ def test_its_commands_train_a_model_better_than_a_bigram_model(tmp_path):
         outputs[words(command)[1]] = ended.stdout
     assert {"data", "plan", "compile", "run", "evaluate"} == outputs.keys()
     assert "trained 300 steps" in outputs["run"]
+    records = read_journal(tmp_path / "runs/quickstart")
+    assert set().union(*records) == METRICS.keys() - {"margin", "accuracy"}  # those of DPO
     losses = re.findall(r"^validation loss.*: ([\d.]+)$", outputs["evaluate"], re.M)
     model, bigram = map(float, losses)
     assert model < bigram

@@ -3,7 +3,7 @@
 import pytest
 
 from graphtrain.config import load_config
-from graphtrain.config.foreign_names import _NAMES_OF, _SETTING_OF
+from graphtrain.config.foreign_names import _SETTING_OF, NAMES_OF
 from graphtrain.config.settings import known_settings
 from graphtrain.errors import ConfigError
 
@@ -41,7 +41,7 @@ def refuse(tmp_path):
 
 
 def test_every_foreign_name_means_a_setting_and_only_one():
-    names = [name for names in _NAMES_OF.values() for name in names.split()]
+    names = [name for names in NAMES_OF.values() for name in names.split()]
     assert len(names) == len(set(names)) >= 60
     assert set(_SETTING_OF.values()) <= set(known_settings())
 

@@ -1,0 +1,47 @@
+"""The reference of machines, from lowering/machine/topologies.toml."""
+
+from pathlib import Path
+from typing import Any
+
+from markdown import table
+
+from lowering.machine import target
+from sharding_rules.documents import read_toml
+
+HEAD = """# Machines
+
+Every machine that a [target](../guides/targets.md) can name, with the numbers that plans use,
+from `lowering/machine/topologies.toml`. `cpu` is this machine: its memory is read when a command
+runs. Numbers are those of one device: a GPU, a TPU chip (of `tpu7x`, half a chip), a NeuronCore
+or an NPU. None of them was measured by graphtrain.
+
+"""
+SOURCES = "\n## Sources\n\n"
+
+
+def page() -> str:
+    """Return the page."""
+    tables = read_toml(Path(target.__file__).with_name("topologies.toml"))
+    head = ("machine", "platform", "memory", "bandwidth", "bfloat16", "float32", "link", "network",
+            "devices per host")  # fmt: skip
+    rows = [_row(name, one) for name, one in tables.items()]
+    sources = [(f"`{name}`", one["source"]) for name, one in tables.items()]
+    return HEAD + table(head, rows) + SOURCES + table(("machine", "source"), sources)
+
+
+def _row(name: str, one: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        f"`{name}`",
+        one["platform"] + (f", simulates {one['simulates']}" if "simulates" in one else ""),
+        _scaled(one.get("memory"), 1e9, "GB"),
+        _scaled(one.get("bandwidth"), 1e9, "GB/s"),
+        _scaled(one["flops"].get("bfloat16"), 1e12, "TFLOP/s"),
+        _scaled(one["flops"].get("float32"), 1e12, "TFLOP/s"),
+        _scaled(one.get("link"), 1e9, "GB/s"),
+        _scaled(one.get("network"), 1e9, "GB/s"),
+        str(one.get("group", "")),
+    )
+
+
+def _scaled(number: float | None, unit: float, name: str) -> str:
+    return "" if number is None else f"{number / unit:,.4g} {name}"
