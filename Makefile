@@ -8,7 +8,7 @@ CHECK = $(VENV)-check
 ALL = $(VENV)-all
 PYTEST = python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart check test test-all clean
+.PHONY: quickstart check test test-all docs reference clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/graphtrain data sample data/quickstart.jsonl
@@ -34,6 +34,14 @@ test-all: $(ALL)/installed
 	$(ALL)/bin/pyright --pythonpath $(ALL)/bin/python
 	$(ALL)/bin/$(PYTEST)
 
+# The documentation as a site in build/site.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
+
+# The pages of docs/reference that are made from the code.
+reference: $(VENV)/installed
+	$(BIN)/python docs/site/reference.py
+
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable .
@@ -42,6 +50,11 @@ $(VENV)/installed: pyproject.toml
 $(VENV)/installed-dev: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@ $(VENV)/installed
+
+$(VENV)/installed-docs: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@ $(VENV)/installed
 
 $(CHECK)/installed: pyproject.toml
@@ -55,4 +68,4 @@ $(ALL)/installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(CHECK) $(ALL) data runs
+	rm -rf $(VENV) $(CHECK) $(ALL) build data dist runs

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from graphtrain.cli.usage import Group, unknown_command
 
@@ -50,6 +51,11 @@ class _Plan(Group):
             return None
         module, function, _ = _COMMANDS[cmd_name]
         return _load(module, function)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        show = _load("plan_show", "show")
+        options = show.shell_complete(click.Context(show, parent=ctx), incomplete)
+        return super().shell_complete(ctx, incomplete) + options
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write_usage(ctx.command_path, "CONFIG [OPTIONS] | COMMAND [ARGS]...")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from graphtrain.config.settings import holds_settings, known_settings
 
@@ -25,6 +26,20 @@ def test_links_lead_to_files(page):
     assert [link for link in local if not (page.parent / link).exists()] == []
 
 
+def pages_in(node) -> Iterator[str]:
+    for inner in node.values() if isinstance(node, dict) else node:
+        if isinstance(inner, str):
+            yield inner
+        else:
+            yield from pages_in(inner)
+
+
+def test_the_navigation_has_every_page_once():
+    navigation = yaml.safe_load((ROOT / "docs/site/mkdocs.yml").read_text())["nav"]
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(pages_in(navigation)) == sorted(pages)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_named_files_of_the_tree_exist(page):
     named = re.findall(
@@ -33,6 +48,9 @@ def test_named_files_of_the_tree_exist(page):
     )
     to_write = {"sharding_rules/presets/columns.toml"}  # by the reader of docs/guides/sharding.md
     assert [path for path in named if not (ROOT / path).exists() and path not in to_write] == []
+
+
+MISSPELT = {"program.model.haeds", "program.model.hidden_size"}  # in examples of errors
 
 
 def is_setting(path: tuple[str, ...]) -> bool:
@@ -52,7 +70,7 @@ def test_named_settings_exist(page):
     known = {("program", "model", "preset")}
     paths = {tuple(found.split(".")) for found in dotted(page.read_text())}
     unknown = {path for path in paths - known if not is_setting(path)}
-    assert {".".join(path) for path in unknown} - {"program.model.haeds"} == set()  # misspelt there
+    assert {".".join(path) for path in unknown} - MISSPELT == set()
 
 
 def settings_in(table: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
