@@ -22,6 +22,11 @@ from sharding_rules.documents import DocumentError
 _T = TypeVar("_T")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 document", "2 documents"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def partial_path(path: Path) -> Path:
     """Return the temporary path of a file until it is complete; later attempts overwrite it."""
     return path.with_name(path.name + ".partial")

@@ -13,6 +13,7 @@ import click
 from graphtrain.cli.options import LocalPath
 from graphtrain.cli.terminal import say
 from graphtrain.cli.usage import Group
+from graphtrain.files import counted
 
 _PATH = LocalPath()
 _FRACTION = click.FloatRange(0, 1, max_open=True)
@@ -49,6 +50,15 @@ def _corpus_options(function: Callable[..., None]) -> Callable[..., None]:
             show_default=True,
             help="Part of a .txt file that is one document.",
         ),
+        click.option(
+            "--split",
+            "split_by",
+            type=click.Choice(["documents", "text"]),
+            default="documents",
+            show_default=True,
+            help="Hold out whole documents for validation and test, or the end of the text of each "
+            "document: then one document is enough.",
+        ),
     ]
     for option in reversed(options):
         function = option(function)
@@ -62,9 +72,16 @@ def _files_options(function: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--validation",
             type=_FRACTION,
-            default=0.05,
-            show_default=True,
-            help="Fraction of the documents for the validation set; 0 for none.",
+            help="Fraction of the documents for the validation set; 0 for none. [default: 0.05, or "
+            "0 with --validation-from]",
+        ),
+        click.option(
+            "--validation-from",
+            multiple=True,
+            type=_PATH,
+            metavar="FILE",
+            help="Input whose documents are all for the validation set, in addition to INPUTS. May "
+            "be repeated.",
         ),
         click.option(
             "--test",
@@ -83,6 +100,13 @@ def _files_options(function: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(options):
         function = option(function)
     return function
+
+
+_replace_option = click.option(
+    "--replace",
+    is_flag=True,
+    help="Replace the dataset in the output directory if it was made from another request.",
+)
 
 
 @command.command()
@@ -113,7 +137,7 @@ def sample(output: Path, megabytes: float, kind: str) -> None:
 
     writers = {"instructions": write_instructions, "preferences": write_preferences}
     written = writers.get(kind, write_sample)(output, limit=int(megabytes * 1e6))
-    say(f"{output}: {written.documents} documents, {written.text_bytes / 1e6:.1f} MB")
+    say(f"{output}: {counted(written.documents, 'document')}, {written.text_bytes / 1e6:.1f} MB")
 
 
 @command.command()
@@ -152,9 +176,9 @@ def tokenizer(output: Path, kind: str, vocab: int, special: tuple[str, ...], **c
     "--tokenizer",
     default="bytes",
     show_default=True,
-    help="Tokenizer: bytes, sentencepiece:VOCAB to train one of VOCAB tokens, FILE.model, "
-    "tokenizer.json, "
-    "VOCAB.json,MERGES.txt, or a directory with one of these.",
+    help="Tokenizer: bytes, chars for the characters of the training text, sentencepiece:VOCAB to "
+    "train one of VOCAB tokens, FILE.model, tokenizer.json, VOCAB.json,MERGES.txt, or a directory "
+    "with one of these.",
 )
 @click.option(
     "--bos/--no-bos",
@@ -169,6 +193,7 @@ def tokenizer(output: Path, kind: str, vocab: int, special: tuple[str, ...], **c
     help="Append the end-of-document token to each document. [default: --eod]",
 )
 @click.option("--eod-token", "eod", help="End-of-document token. [default: the tokenizer's own]")
+@_replace_option
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
@@ -185,6 +210,8 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
     with _progress() as report:
         datasets = prepare_data(inputs, output, tokenizer, report=report, **settings)
     _print_splits(datasets, output, _documents)
+    if datasets.omitted_text:
+        say(f"note: {datasets.omitted_text}")
 
 
 @command.command()
@@ -226,6 +253,7 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
 @click.option(
     "--eod-token", "eod", help="Token that ends an answer. [default: the tokenizer's own]"
 )
+@_replace_option
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
@@ -243,7 +271,8 @@ def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings:
         datasets = instruct_data(inputs, output, tokenizer, report=report, **settings)
     _print_splits(datasets, output, _conversations)
     if datasets.skipped_records:
-        say(f"{datasets.skipped_records} records without an answer were skipped")
+        were = "was" if datasets.skipped_records == 1 else "were"
+        say(f"{counted(datasets.skipped_records, 'record')} without an answer {were} skipped")
     if datasets.missing_bos:
         say(
             "the chat template does not write the beginning-of-sequence token that the tokenizer "
@@ -266,8 +295,13 @@ def _print_splits(datasets: Any, output: Path, describe: Callable[[Any], str]) -
             say(f"{output / name}: {describe(split)}")
 
 
+def _totals(totals: Any) -> str:
+    return f"{counted(totals['documents'], 'document')}, {counted(totals['tokens'], 'token')}"
+
+
 def _documents(split: Any) -> str:
-    return f"{split.documents} documents, {split.tokens} tokens, vocabulary of {split.vocab}"
+    documents, tokens = counted(split.documents, "document"), counted(split.tokens, "token")
+    return f"{documents}, {tokens}, vocabulary of {split.vocab}"
 
 
 def supports_color() -> bool:
@@ -278,11 +312,11 @@ def supports_color() -> bool:
 def _conversations(split: Any) -> str:
     conversations = split.conversations
     count = (
-        f"{split.documents // 2} pairs"
+        counted(split.documents // 2, "pair")
         if conversations.pairs
-        else f"{split.documents} conversations"
+        else counted(split.documents, "conversation")
     )
-    return f"{count}, {split.tokens} tokens, {conversations.learned} of them trained on"
+    return f"{count}, {counted(split.tokens, 'token')}, {conversations.learned} of them trained on"
 
 
 @command.command()
@@ -315,7 +349,9 @@ def preview(prefix: str, first: int, documents: int, length: int | None) -> None
 
     colours = supports_color()
     for index, document in masked_documents(prefix, first, documents):
-        click.echo(f"document {index}: {sum(len(span.tokens) for span in document)} tokens")
+        click.echo(
+            f"document {index}: {counted(sum(len(span.tokens) for span in document), 'token')}"
+        )
         for span in document:
             if colours:
                 colour = "green" if span.learned else None
@@ -342,7 +378,7 @@ def merge(prefixes: tuple[str, ...], output: str) -> None:
 
     merge_data(prefixes, output)
     totals = summary(output)
-    say(f"{output}: {totals['documents']} documents, {totals['tokens']} tokens")
+    say(f"{output}: {_totals(totals)}")
 
 
 @command.command()
@@ -358,7 +394,7 @@ def verify(prefixes: tuple[str, ...], vocab: int | None) -> None:
 
     for prefix in prefixes:
         totals = verify_data(prefix, vocab)
-        click.echo(f"{prefix}: {totals['documents']} documents, {totals['tokens']} tokens, intact")
+        click.echo(f"{prefix}: {_totals(totals)}, intact")
 
 
 @command.command()

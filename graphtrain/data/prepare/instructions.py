@@ -47,6 +47,7 @@ def instruct(
     train_on: TrainOn = "answers",
     bos: bool | None = None,
     eod: str | None = None,
+    replace: bool = False,
     workers: int | None = None,
     report: ProgressCallback = lambda stage, fraction: None,
     **corpus: Any,
@@ -66,6 +67,7 @@ def instruct(
         bos: Begin every document with the beginning-of-sequence token, once. None: if the template
             writes it, as apply_chat_template of transformers.
         eod: Text of the end-of-document token. None: the tokenizer's own.
+        replace: Replace a dataset that was made from another request.
         workers: Worker processes. None: chosen by the size of the text and the number of cores.
         report: Called with the current stage and its completed fraction.
         corpus: Other fields of `Corpus`.
@@ -73,7 +75,7 @@ def instruct(
     Raises:
         DataError: an input, the tokenizer or the output cannot be used.
     """
-    if tokenizer.startswith("sentencepiece:"):
+    if tokenizer == "chars" or tokenizer.startswith("sentencepiece:"):
         raise DataError(
             f"--tokenizer {tokenizer}: a tokenizer cannot be trained on conversations; give the "
             "tokenizer of the model, or train one with: graphtrain data tokenizer"
@@ -93,7 +95,8 @@ def instruct(
         )
     identity = format, encoder.conversations.template_digest, train_on
     request = manifest.PrepareRequest.from_corpus(files, tokenizer, bos, False, eod, identity)
-    result = Preparation(Path(output), files, encoder, workers, report).run(request, tokenizer)
+    preparation = Preparation(Path(output), files, encoder, workers, report, replace)
+    result = preparation.run(request, tokenizer)
     return InstructResult(
         **vars(result),
         spelled_out=tuple(split_special_tokens(chat_template, loaded_tokenizer)),

@@ -25,17 +25,17 @@ from graphtrain.data.readers.corpus import Corpus
 from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE, Tokenizer
 from graphtrain.data.tokenizers.special_tokens import TOKENIZER_CONFIG
 from graphtrain.errors import DataError
-from graphtrain.files import partial_path
+from graphtrain.files import counted, partial_path
 
 SPLITS = ("train", "validation", "test")
 _ENDINGS = ("bin", "idx", "json")
+DATASET_FILES = tuple(f"{name}.{ending}" for name in SPLITS for ending in _ENDINGS)
 _SAVE_EVERY = 10.0  # seconds between saves of the progress; a kill loses at most this work
 
 
 def split_names(corpus: Corpus) -> tuple[str, ...]:
     """Return the names of the splits that a corpus has."""
-    fractions = (1.0, corpus.validation, corpus.test)
-    return tuple(name for name, fraction in zip(SPLITS, fractions, strict=True) if fraction)
+    return tuple(name for name, used in zip(SPLITS, corpus.split_sizes, strict=True) if used)
 
 
 class SplitWriters:
@@ -92,7 +92,7 @@ class SplitWriters:
         trace: TracebackType | None,
     ) -> None:
         self._stack.__exit__(kind, error, trace)
-        if kind is None or issubclass(kind, Exception):
+        if kind is not None and issubclass(kind, Exception):
             remove_progress(self._directory)
 
     @property
@@ -136,6 +136,9 @@ class SplitWriters:
         self._check_sizes()
         for writer in self._all.values():
             writer.complete()
+        # Without it, the files of a preparation that is killed before it writes its manifest would
+        # not be known to be of the same request.
+        write_progress(self._directory, self._progress)
         manifest.remove_manifest(self._directory)
         for name in (*SPLITS, *map(loss_spans_prefix, SPLITS)):
             stale_endings = _ENDINGS if name not in self._all else ("json",)
@@ -194,13 +197,34 @@ class SplitWriters:
             raise DataError(f"{names}: the corpus is empty; give files that contain text")
         for name, writer in self._writers.items():
             if writer.token_count < 2:
-                test = f"--test {self._corpus.test} " if self._corpus.test else ""
                 raise DataError(
-                    f"the {name} split has {writer.token_count} tokens and needs at least 2: "
-                    f"--validation {self._corpus.validation} {test}--seed {self._corpus.seed} "
-                    f"assigns {writer.documents} of {documents} documents to it; give more "
-                    "documents or other fractions (0 omits a split)"
+                    f"the {name} split has {counted(writer.token_count, 'token')} and needs at "
+                    f"least 2: {self._choice} assigns {writer.documents} of "
+                    f"{counted(documents, 'document')} to it; {self._remedy}"
                 )
+
+    @property
+    def _choice(self) -> str:
+        """Options that assign documents to splits, for messages."""
+        corpus = self._corpus
+        if corpus.validation_files:
+            return "--validation-from"
+        test = f" --test {corpus.test}" if corpus.test else ""
+        way = "--split text" if corpus.split_by == "text" else f"--seed {corpus.seed}"
+        return f"--validation {corpus.validation}{test} {way}"
+
+    @property
+    def _remedy(self) -> str:
+        """Remedy for a split that is too small, for messages."""
+        if self._corpus.validation_files:
+            return "give files with more text"
+        if self._corpus.split_by == "text" or self._learned:
+            return "give more text, or other fractions (0 omits a split)"
+        return (
+            "--split text holds out the end of each document instead of whole documents, and "
+            "--validation-from names files for validation; or give more documents, or other "
+            "fractions (0 omits a split)"
+        )
 
 
 def partial_files_exist(directory: Path, vocab: int, written: Mapping[str, WrittenCounts]) -> bool:

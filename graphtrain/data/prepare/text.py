@@ -20,13 +20,20 @@ from graphtrain.data.prepare.encode import ChunkEncoder, TextEncoder, encode_chu
 from graphtrain.data.prepare.progress import (
     PrepareProgress,
     read_progress,
+    remove_progress,
     resume_folder,
     write_progress,
 )
-from graphtrain.data.prepare.splits import SplitWriters, partial_files_exist, split_names
-from graphtrain.data.readers.corpus import TRAIN, Corpus
+from graphtrain.data.prepare.splits import (
+    DATASET_FILES,
+    SplitWriters,
+    partial_files_exist,
+    split_names,
+)
+from graphtrain.data.readers.corpus import TRAIN, Corpus, SplitBy
 from graphtrain.data.readers.records import TextDocument
 from graphtrain.data.tokenizers.byte import ByteTokenizer
+from graphtrain.data.tokenizers.characters import CharacterTokenizer, train_characters
 from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.data.tokenizers.special_tokens import document_prefix
@@ -53,6 +60,7 @@ class PrepareResult:
     test: DatasetDescription | None
     up_to_date: bool  # the directory already contained the result; nothing was written
     skipped_records: int = 0  # records that contributed no document
+    omitted_text: str | None = None  # what was left out of text files, for a message
 
 
 def prepare(
@@ -66,9 +74,12 @@ def prepare(
     bos: bool | None = None,
     append_eod: bool = True,
     eod: str | None = None,
-    validation: float = 0.05,
+    validation: float | None = None,
+    validation_from: Sequence[str | Path] = (),
+    split_by: SplitBy = "documents",
     test: float = 0.0,
     seed: int = 0,
+    replace: bool = False,
     workers: int | None = None,
     report: ProgressCallback = lambda stage, fraction: None,
 ) -> PrepareResult:
@@ -81,8 +92,8 @@ def prepare(
     Args:
         inputs: Files, or folders written by `datasets.Dataset.save_to_disk`.
         output: Output directory.
-        tokenizer: A name that `load_tokenizer` accepts, or `sentencepiece:VOCAB` to train a
-            sentencepiece model of VOCAB pieces on the training documents.
+        tokenizer: A name that `load_tokenizer` accepts, `sentencepiece:VOCAB` to train a
+            sentencepiece model of VOCAB pieces on the training text, or `chars` for its characters.
         keys: Keys or columns that contain the text; several are joined by a blank line.
         clean: Cleaning hooks, MODULE:FUNCTION, applied in order.
         text_document: Unit of a .txt file that becomes one document.
@@ -90,9 +101,12 @@ def prepare(
             does by itself.
         append_eod: End every document with the end-of-document token.
         eod: Text of the end-of-document token. None: the tokenizer's own.
-        validation: Fraction of the documents held out for validation.
-        test: Fraction of the documents held out for test.
+        validation: Fraction held out for validation. None: 0.05, or 0 with `validation_from`.
+        validation_from: Files and folders of which every document is for validation.
+        split_by: Hold out whole documents, or the end of the text of each.
+        test: Fraction held out for test.
         seed: Seed of the choice of held-out documents.
+        replace: Replace a dataset that was made from another request.
         workers: Worker processes; the result does not depend on it. None: chosen by the size of
             the text and the number of cores.
         report: Called with the current stage and its completed fraction.
@@ -106,12 +120,14 @@ def prepare(
         clean=tuple(clean),
         text_document=text_document,
         validation=validation,
+        validation_from=validation_from,
+        split_by=split_by,
         test=test,
         seed=seed,
     )
     request = manifest.PrepareRequest.from_corpus(corpus, tokenizer, bos, append_eod, eod)
     converter = TextConverter(append_eod, bos)
-    preparation = Preparation(Path(output), corpus, converter, workers, report)
+    preparation = Preparation(Path(output), corpus, converter, workers, report, replace)
     return preparation.run(request, tokenizer)
 
 
@@ -180,8 +196,10 @@ class Preparation:
         making: RecordEncoder,
         workers: int | None,
         report: ProgressCallback,
+        replace: bool = False,
     ) -> None:
         self.directory = directory
+        self._replace = replace
         self._corpus = corpus
         self._making = making
         self._left_out = 0
@@ -203,15 +221,23 @@ class Preparation:
                 if not up_to_date:
                     files = self._write(request, spec)
                     manifest.write_manifest(self.directory, request, files)
+                    remove_progress(self.directory)
                 names = split_names(self._corpus)
                 descriptions = {name: read_description(self.directory / name) for name in names}
         train = descriptions["train"]
         assert train is not None
         held_out = descriptions.get("validation"), descriptions.get("test")
-        return PrepareResult(self.directory, train, *held_out, up_to_date, self._left_out)
+        omitted = self._corpus.omitted_text
+        return PrepareResult(self.directory, train, *held_out, up_to_date, self._left_out, omitted)
 
     def _write(self, request: manifest.PrepareRequest, spec: str) -> list[str]:
-        """Write the datasets, descriptions and tokenizer; return the file names."""
+        """Write the datasets, descriptions and tokenizer; return the file names.
+
+        Raises:
+            DataError: the directory holds a dataset that was made from another request.
+        """
+        if not self._replace and read_progress(self.directory, asdict(request)) is None:
+            manifest.check_replaceable(self.directory, request, DATASET_FILES)
         tokenizer, progress = self._tokenizer_and_progress(request, spec)
         encoder, conversations = (
             self._making.encoder(tokenizer, self._corpus),
@@ -259,13 +285,14 @@ class Preparation:
                 if partial_files_exist(self.directory, tokenizer.vocab, progress.written or {}):
                     return tokenizer, progress
         kind, _, size = spec.partition(":")
-        if kind != "sentencepiece":
+        if kind not in ("sentencepiece", CharacterTokenizer.kind):
             return load_tokenizer(spec, request.eod), PrepareProgress(request_fields, spec)
-        if not size.isdecimal():
+        if kind == "sentencepiece" and not size.isdecimal():
             raise DataError(
                 f"--tokenizer {spec}: give the vocabulary size, for example sentencepiece:32000"
             )
-        tokenizer = train_sentencepiece(training_texts(self._corpus, self._report), int(size))
+        texts = training_texts(self._corpus, self._report)
+        tokenizer = train_sentencepiece(texts, int(size)) if size else train_characters(texts)
         (name,) = tokenizer.save(resume_folder(self.directory))
         progress = PrepareProgress(request_fields, str(resume_folder(self.directory) / name))
         write_progress(self.directory, progress)  # do not repeat the training of the tokenizer

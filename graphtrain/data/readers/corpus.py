@@ -1,10 +1,11 @@
 """Files of documents, read in chunks that record their position in the corpus."""
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,18 @@ from graphtrain.errors import DataError
 TRAIN, VALIDATION, TEST = 0, 1, 2  # splits
 _SPLIT = 0x73706C6974  # salt: makes this choice independent of other uses of the seed
 _TEXT = (".txt", ".text")
+
+# documents: each document is in one split. text: the first part of each document is for training,
+# and the rest of it is held out.
+SplitBy = Literal["documents", "text"]
+# What the unit of a document leaves out of a text file.
+_OMITTED_TEXT = {
+    "paragraph": "each paragraph of a text file is a document, and the blank lines between them "
+    "are left out; --text-document file keeps them",
+    "line": "each line of a text file is a document, and its line break is left out; "
+    "--text-document file keeps them",
+    "file": "line breaks at the beginning and the end of a text file are left out",
+}
 
 
 class CorpusPosition(NamedTuple):
@@ -47,29 +60,49 @@ class Chunk:
 class Corpus:
     """Files of documents, and the assignment of documents to training, validation and test."""
 
-    paths: tuple[Path, ...]
+    paths: tuple[Path, ...]  # the last `validation_files` of them are for validation
     keys: tuple[str, ...] = ("text",)  # empty: complete records are read
     clean: tuple[str, ...] = ()  # hooks, MODULE:FUNCTION
     text_document: TextDocument = "paragraph"
     validation: float = 0.0  # fraction of the documents
     test: float = 0.0  # fraction of the documents
     seed: int = 0
+    split_by: SplitBy = "documents"
+    validation_files: int = 0
 
     @classmethod
-    def from_inputs(cls, inputs: Sequence[str | Path], **settings: Any) -> "Corpus":
+    def from_inputs(
+        cls,
+        inputs: Sequence[str | Path],
+        *,
+        validation: float | None = None,
+        validation_from: Sequence[str | Path] = (),
+        **settings: Any,
+    ) -> "Corpus":
         """Build a corpus from files, and folders written by `datasets.Dataset.save_to_disk`.
 
         Args:
             inputs: Files and folders, in order.
+            validation: Fraction held out for validation. None: 0.05, or 0 with `validation_from`.
+            validation_from: Files and folders of which every document is for validation.
             settings: The other fields of `Corpus`.
 
         Raises:
             DataError: a folder is of another kind, or the fractions leave nothing to train on.
         """
-        paths: list[Path] = []
-        for path in map(Path, inputs):
-            paths.extend(tables.arrow_files(path) if path.is_dir() else [path])
-        corpus = cls(tuple(paths), **settings)
+        if validation_from and validation:
+            raise DataError(
+                "--validation and --validation-from both choose the validation documents; omit one"
+            )
+        if validation is None:
+            validation = 0.0 if validation_from else 0.05
+        paths, held_out = _data_files(inputs), _data_files(validation_from)
+        corpus = cls(
+            (*paths, *held_out),
+            validation=validation,
+            validation_files=len(held_out),
+            **settings,
+        )
         for name, value in (("validation", corpus.validation), ("test", corpus.test)):
             if not 0 <= value < 1:
                 raise DataError(f"{name} = {value} is not a fraction of at least 0 and below 1")
@@ -79,6 +112,16 @@ class Corpus:
                 "train on"
             )
         return corpus
+
+    @property
+    def split_sizes(self) -> tuple[bool, bool, bool]:
+        """Return whether the corpus has documents for training, validation and test."""
+        return True, bool(self.validation or self.validation_files), bool(self.test)
+
+    @property
+    def omitted_text(self) -> str | None:
+        """Sentence that says what is left out of text files; None without text files."""
+        return _OMITTED_TEXT[self.text_document] if any(map(is_text, self.paths)) else None
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +152,14 @@ class Corpus:
             file_position = FilePosition()
 
     def split(self, chunk: Chunk) -> np.ndarray:
-        """Return the split of each document of a chunk, a function of its index and the seed."""
+        """Return the split of each text of a chunk.
+
+        That of a document is a function of its index and the seed.
+        """
+        if self._is_for_validation(chunk):
+            return np.full(len(chunk.records), VALIDATION)
+        if self.split_by == "text":
+            return np.tile(self._splits_of_text, len(chunk.records))
         document_indices = np.arange(
             chunk.first_document, chunk.first_document + len(chunk.records)
         )
@@ -120,6 +170,8 @@ class Corpus:
     def texts(self, chunk: Chunk) -> list[str]:
         """Return the cleaned text of each document of a chunk; a blank line joins several keys.
 
+        With `split_by = "text"`, each document gives one text for each split.
+
         Raises:
             DataError: a record is not an object with strings under the keys, or a hook fails; names
                 file and line.
@@ -129,7 +181,25 @@ class Corpus:
         for line_number, record in zip(chunk.line_numbers, chunk.records, strict=True):
             location = f"{chunk.path}: {unit} {line_number}"
             cleaned.append(clean(self._text(chunk.path, record, location), self.clean, location))
+        if self.split_by == "text" and not self._is_for_validation(chunk):
+            return [part for text in cleaned for part in self._parts(text)]
         return cleaned
+
+    def _is_for_validation(self, chunk: Chunk) -> bool:
+        return chunk.next_position.file >= len(self.paths) - self.validation_files
+
+    @property
+    def _splits_of_text(self) -> list[int]:
+        """Splits among which each text is divided, in order."""
+        fractions = {TRAIN: 1.0, VALIDATION: self.validation, TEST: self.test}
+        return [split for split, fraction in fractions.items() if fraction]
+
+    def _parts(self, text: str) -> list[str]:
+        """Divide a text among `_splits_of_text`."""
+        train = int(len(text) * (1 - self.validation - self.test))
+        ends = [train, train + int(len(text) * self.validation)] if self.test else [train]
+        ends = [*ends[: len(self._splits_of_text) - 1], len(text)]
+        return [text[start:end] for start, end in itertools.pairwise([0, *ends])]
 
     def records(self, chunk: Chunk) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the place (file and line, for messages) and the parsed record of each document.
@@ -144,7 +214,7 @@ class Corpus:
 
     def _text(self, path: Path, record: Record, location: str) -> str:
         if isinstance(record, bytes):
-            if _is_text(path):
+            if is_text(path):
                 return _decoded(record, location)
             record = _parsed(record, self.keys, location)
         if len(self.keys) == 1:
@@ -155,10 +225,18 @@ class Corpus:
         if path.suffix in tables.TABLE_SUFFIXES:
             open_file(path).close()  # reports a missing file in the same words as for other formats
             return tables.read_rows(path, self.keys, start)
-        return read_lines(path, self.text_document if _is_text(path) else "line", start)
+        return read_lines(path, self.text_document if is_text(path) else "line", start)
 
 
-def _is_text(path: Path) -> bool:
+def _data_files(inputs: Sequence[str | Path]) -> list[Path]:
+    paths: list[Path] = []
+    for path in map(Path, inputs):
+        paths.extend(tables.arrow_files(path) if path.is_dir() else [path])
+    return paths
+
+
+def is_text(path: Path) -> bool:
+    """Return whether a file is plain text, also if it is compressed."""
     return (Path(path.stem) if path.suffix in COMPRESSED_SUFFIXES else path).suffix in _TEXT
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from graphtrain.data.tokenizers.byte import ByteTokenizer
+from graphtrain.data.tokenizers.characters import SUFFIX, CharacterTokenizer
 from graphtrain.data.tokenizers.huggingface import read_gpt2, read_huggingface
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
@@ -14,8 +15,8 @@ def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
     """Load a tokenizer.
 
     Args:
-        spec: `bytes`, a sentencepiece FILE.model, a tokenizer.json, GPT-2's VOCAB.json,MERGES.txt,
-            or a folder that contains one of these files.
+        spec: `bytes`, a sentencepiece FILE.model, a tokenizer.json, the FILE.chars of `chars`,
+            GPT-2's VOCAB.json,MERGES.txt, or a folder that contains one of these files.
         eod: Text of the end-of-document token. None: the tokenizer's own.
 
     Raises:
@@ -37,20 +38,40 @@ def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
             return SentencePieceTokenizer(path.read_bytes(), str(path), eod, config_bytes)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from None
+    if path.suffix == SUFFIX:
+        return _read_characters(path, eod)
     vocab, comma, merges = str(path).partition(",")
     if comma:
         return read_gpt2(Path(vocab), Path(merges), eod)
     if path.suffix == ".json":
         return read_huggingface(path, eod)
     raise DataError(
-        f"unknown tokenizer {str(spec)!r}; use bytes, FILE.model, tokenizer.json, "
+        f"unknown tokenizer {str(spec)!r}; use bytes, chars, FILE.model, tokenizer.json, "
         "VOCAB.json,MERGES.txt, a folder that contains one of them, or sentencepiece:VOCAB"
     )
 
 
+def _read_characters(path: Path, eod: str | None) -> CharacterTokenizer:
+    check_no_eod(eod)
+    try:
+        return CharacterTokenizer(path.read_bytes(), str(path))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+
+
+def check_no_eod(eod: str | None) -> None:
+    """Refuse a name for the end of a document with the tokenizer chars, which has its own.
+
+    Raises:
+        DataError: there is one.
+    """
+    if eod is not None:
+        raise DataError("--eod-token does not apply to the tokenizer chars, which has its own")
+
+
 def _tokenizer_in_folder(folder: Path) -> Path:
     """Return the path of the tokenizer in a folder, for example of a model."""
-    for name in ("tokenizer.json", "tokenizer.model"):
+    for name in ("tokenizer.json", "tokenizer.model", f"tokenizer{SUFFIX}"):
         if (folder / name).is_file():
             return folder / name
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():

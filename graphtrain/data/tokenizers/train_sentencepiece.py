@@ -52,8 +52,8 @@ def train_sentencepiece(
             raise lines.error from None
         raise DataError(
             f"sentencepiece cannot train {vocab} pieces from {lines.count} lines of training text: "
-            f"{_last_sentence(error)}; give more text, or choose another size (bytes need 260 "
-            "pieces)"
+            f"{_last_sentence(error)}; give more text, choose another size (bytes need 260 "
+            "pieces), or use --tokenizer chars or bytes"
         ) from None
     return SentencePieceTokenizer(model.getvalue())
 
@@ -80,4 +80,5 @@ class _Lines:
 
 def _last_sentence(error: RuntimeError) -> str:
     """Return the last sentence of a sentencepiece error, without its source location."""
-    return str(error).rsplit("] ", 1)[-1].strip().rstrip(".") or "there is no text"
+    reason = str(error).rsplit("] ", 1)[-1].strip().rstrip(".") or "there is no text"
+    return reason.partition(". Increase vocab_size")[0]  # by options that graphtrain does not have

@@ -174,13 +174,13 @@ def documents(prefix):
 
 def prepared(path, tokenizer, texts=TEXTS, **settings):
     corpus = write_lines(path / "corpus.jsonl", [{"text": text} for text in texts])
-    prepare([corpus], path / "data", str(tokenizer), validation=0, **settings)
+    prepare([corpus], path / "data", str(tokenizer), validation=0, replace=True, **settings)
     return path / "data" / "train"
 
 
 def instructed(path, tokenizer, records=({"messages": MESSAGES},), **settings):
     corpus = write_lines(path / "chat.jsonl", records)
-    return instruct([corpus], path / "chat", str(tokenizer), validation=0, **settings)
+    return instruct([corpus], path / "chat", str(tokenizer), validation=0, replace=True, **settings)
 
 
 def test_text_has_the_ids_of_transformers_and_an_end(tmp_path, family, folder, theirs):

@@ -196,7 +196,7 @@ def test_an_edited_hook_prepares_anew(make_corpus, tmp_path, monkeypatch):
     source = tmp_path / "hook_that_is_edited.py"
     source.write_text("def clean(text): return text\n")
     monkeypatch.syspath_prepend(tmp_path)
-    options = {"clean": ["hook_that_is_edited:clean"], "validation": 0}
+    options = {"clean": ["hook_that_is_edited:clean"], "validation": 0, "replace": True}
     corpus = make_corpus(TEXTS)
     assert not prepare([corpus], tmp_path / "out", "bytes", **options).up_to_date
     assert prepare([corpus], tmp_path / "out", "bytes", **options).up_to_date

@@ -149,7 +149,7 @@ def test_another_end_of_documents_is_another_request(learned, make_corpus, tmp_p
     for token, number in (("<|im_end|>", 2), ("<|im_start|>", 1)):
         (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
         words = str(tmp_path / "model")
-        made = prepare([make_corpus(TEXTS)], tmp_path / "out", words, validation=0)
+        made = prepare([make_corpus(TEXTS)], tmp_path / "out", words, validation=0, replace=True)
         assert made.train.eod == number
 
 

@@ -36,7 +36,7 @@ def written(path: Path, records) -> Path:
 
 def made(tmp_path, records, **options):
     source = written(tmp_path / "a.jsonl", records)
-    options = {"template": "chatml", "validation": 0} | options
+    options = {"template": "chatml", "validation": 0, "replace": True} | options
     return instruct([source], tmp_path / "out", "bytes", **options)
 
 
@@ -104,7 +104,14 @@ def test_an_array_packed_or_not_is_read_like_lines(tmp_path):
     ]:
         data = gzip.compress(text.encode()) if name.endswith("gz") else text.encode()
         (tmp_path / name).write_bytes(data)
-        instruct([tmp_path / name], tmp_path / "out", "bytes", template="chatml", validation=0)
+        instruct(
+            [tmp_path / name],
+            tmp_path / "out",
+            "bytes",
+            template="chatml",
+            validation=0,
+            replace=True,
+        )
         assert [path.read_bytes() for path in sorted(tmp_path.glob("out/train*.???"))] == expected
 
 
@@ -150,7 +157,9 @@ def test_an_interrupted_preparation_goes_on(tmp_path, monkeypatch):
 def test_text_takes_the_place_of_conversations(tmp_path):
     made(tmp_path, [conversation(0)])
     source = written(tmp_path / "b.jsonl", [{"text": "hello"}])
-    prepare([source], tmp_path / "out", "bytes", validation=0)
+    with pytest.raises(DataError, match="was made from another request, which differs in the text"):
+        prepare([source], tmp_path / "out", "bytes", validation=0)
+    prepare([source], tmp_path / "out", "bytes", validation=0, replace=True)
     assert not list(tmp_path.glob("out/*learned*")) and not list(tmp_path.glob("out/*.jinja"))
 
 

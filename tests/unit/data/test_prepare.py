@@ -3,6 +3,7 @@ import gzip
 import json
 import os
 import subprocess
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,22 +64,25 @@ def test_another_setting_prepares_anew(make_corpus, tmp_path, change):
     corpus = make_corpus(TEXTS)
     prepare([corpus], tmp_path, "bytes")
     before = contents(tmp_path)
-    assert not prepare([corpus], tmp_path, **{"tokenizer": "bytes", **change}).up_to_date
+    assert not prepare(
+        [corpus], tmp_path, **{"tokenizer": "bytes", **change}, replace=True
+    ).up_to_date
     assert contents(tmp_path)["train.bin"] != before["train.bin"]
 
 
 def test_another_corpus_or_a_damaged_result_prepares_anew(make_corpus, tmp_path):
     prepare([make_corpus(TEXTS)], tmp_path, "bytes")
-    assert not prepare([make_corpus(TEXTS[:-1])], tmp_path, "bytes").up_to_date
+    fewer = make_corpus(TEXTS[:-1])
+    assert not prepare([fewer], tmp_path, "bytes", replace=True).up_to_date
     (tmp_path / "train.bin").write_bytes(b"")
-    assert not prepare([make_corpus(TEXTS[:-1])], tmp_path, "bytes").up_to_date
+    assert not prepare([fewer], tmp_path, "bytes").up_to_date
     (tmp_path / "manifest.json").write_text("{")
-    assert not prepare([make_corpus(TEXTS[:-1])], tmp_path, "bytes").up_to_date
+    assert not prepare([fewer], tmp_path, "bytes", replace=True).up_to_date
 
 
 def test_without_validation_an_older_validation_set_is_removed(make_corpus, tmp_path):
     prepare([make_corpus(TEXTS)], tmp_path, "bytes")
-    made = prepare([make_corpus(TEXTS)], tmp_path, "bytes", validation=0)
+    made = prepare([make_corpus(TEXTS)], tmp_path, "bytes", validation=0, replace=True)
     assert made.validation is None
     assert not list(tmp_path.glob("validation*"))
     assert read_texts(tmp_path / "train") == TEXTS
@@ -145,12 +149,13 @@ def test_a_bad_line_found_by_a_worker_is_named(make_corpus, tmp_path):
         (
             ["only one"],
             {},
-            r"the validation split has 0 tokens and needs at least 2: .* 0 of 1 documents",
+            r"the validation split has 0 tokens and needs at least 2: --validation 0.05 "
+            r"--seed 0 assigns 0 of 1 document to it; --split text holds out the end of each",
         ),
         (
             ["x"],
             {"validation": 0, "append_eod": False},
-            "the train split has 1 tokens and needs at least 2",
+            "the train split has 1 token and needs at least 2",
         ),
         (TEXTS, {"validation": 1.0}, "validation = 1.0 is not a fraction"),
         (TEXTS, {"tokenizer": "sentencepiece:many"}, "give the vocabulary size"),
@@ -179,7 +184,7 @@ def test_a_failure_keeps_what_the_directory_held(make_corpus, tmp_path):
     prepare([make_corpus(TEXTS)], tmp_path, "bytes")
     before = contents(tmp_path)
     with pytest.raises(DataError, match="line 201"):
-        prepare([make_corpus([*TEXTS, 3])], tmp_path, "bytes")
+        prepare([make_corpus([*TEXTS, 3])], tmp_path, "bytes", replace=True)
     assert contents(tmp_path) == before
 
 
@@ -236,3 +241,59 @@ def test_tokens_are_those_of_the_tokenizer(make_corpus, tmp_path):
     np.testing.assert_array_equal(
         IndexedDataset(tmp_path / "train").tokens, [0xC3, 0xA9, 256, 0x62, 256]
     )
+
+
+def test_a_dataset_of_another_request_is_not_replaced_unasked(make_corpus, tmp_path):
+    prepare([make_corpus(TEXTS)], tmp_path, "bytes")
+    before = contents(tmp_path)
+    with pytest.raises(DataError, match=r"differs in the text; .*--replace"):
+        prepare([make_corpus(TEXTS[:-1])], tmp_path, "bytes")
+    with pytest.raises(
+        DataError, match=r"differs in --validation \(0.05, now 0.2\), --seed \(0, now 3\);"
+    ):
+        prepare([make_corpus(TEXTS)], tmp_path, "bytes", validation=0.2, seed=3)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(DataError, match=r"holds train.bin, and no manifest.json says"):
+        prepare([make_corpus(TEXTS)], tmp_path, "bytes")
+    assert contents(tmp_path) == {name: before[name] for name in before if name[0] != "m"}
+
+
+def test_a_preparation_killed_after_its_files_may_be_repeated(make_corpus, tmp_path, monkeypatch):
+    prepare([make_corpus(TEXTS[:-1])], tmp_path, "bytes")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_module.SplitWriters, "describe", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare([make_corpus(TEXTS)], tmp_path, "bytes", replace=True)
+    monkeypatch.undo()
+    assert not prepare([make_corpus(TEXTS)], tmp_path, "bytes").up_to_date
+    assert not (tmp_path / ".unfinished").exists()
+
+
+def test_the_end_of_a_single_document_is_held_out(tmp_path):
+    text = "".join(f"line {i}\n" for i in range(1000))
+    (tmp_path / "book.txt").write_text(text)
+    settings: Any = {"text_document": "file", "split_by": "text", "validation": 0.1, "test": 0.05}
+    made = prepare([tmp_path / "book.txt"], tmp_path / "out", "chars", **settings)
+    splits = [read_texts(tmp_path / "out" / name) for name in ("train", "validation", "test")]
+    assert [len(documents) for documents in splits] == [1, 1, 1]
+    assert "".join(documents[0] for documents in splits) == text.strip("\n")
+    assert abs(len(splits[0][0]) - 0.85 * len(text)) < 2
+    assert made.train.vocab == len(set(text)) + 2
+    assert "line breaks" in str(made.omitted_text)
+
+
+def test_validation_documents_come_from_their_files(make_corpus, tmp_path):
+    train, held_out = make_corpus(TEXTS), make_corpus(["zebra Ω", "quick"])
+    settings: Any = {"validation_from": [held_out]}
+    made = prepare([train], tmp_path / "out", "chars", **settings)
+    assert read_texts(tmp_path / "out" / "train") == TEXTS
+    assert read_texts(tmp_path / "out" / "validation") == ["zebra \ufffd", "quick"]
+    assert made.train.vocab == len(set("".join(TEXTS))) + 2
+    assert prepare([train], tmp_path / "out", "chars", **settings).up_to_date
+    with pytest.raises(DataError, match=r"differs in --validation-from;"):
+        prepare([train, held_out], tmp_path / "out", "chars", validation=0)
+    with pytest.raises(DataError, match="omit one"):
+        prepare([train], tmp_path / "x", "bytes", validation=0.1, **settings)

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphtrain.data.tokenizers.byte import ByteTokenizer
+from graphtrain.data.tokenizers.characters import MAX_CHARACTERS, train_characters
 from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
@@ -78,6 +79,41 @@ def test_tokenizers_that_cannot_be_loaded_say_why(tmp_path):
     with pytest.raises(DataError, match=r"absent\.model: No such file"):
         load_tokenizer(tmp_path / "absent.model")
     with pytest.raises(
-        DataError, match=r"unknown tokenizer 'gpt2'; use bytes, FILE\.model, tokenizer"
+        DataError, match=r"unknown tokenizer 'gpt2'; use bytes, chars, FILE\.model, tokenizer"
     ):
         load_tokenizer("gpt2")
+
+
+@given(text=unicode, other=unicode)
+@settings(max_examples=50, deadline=None)
+def test_characters_of_the_training_text_come_back(text, other):
+    tokenizer = train_characters([text, "ab"])
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode([*tokens, tokenizer.eod]) == text
+    assert tokenizer.encode_batch(["", text])[1].tolist() == tokens
+    known = {*text, "a", "b"}
+    want = "".join(character if character in known else "\ufffd" for character in other)
+    assert tokenizer.decode(tokenizer.encode(other)) == want
+
+
+def test_characters_are_saved_loaded_and_pickled(tmp_path):
+    tokenizer = train_characters(["hello", "wörld"])
+    (name,) = tokenizer.save(tmp_path)
+    loaded, copied = load_tokenizer(tmp_path), pickle.loads(pickle.dumps(tokenizer))
+    assert name == "tokenizer.chars"
+    assert loaded.digest == copied.digest == tokenizer.digest
+    assert loaded.encode("low") == copied.encode("low") == tokenizer.encode("low")
+    assert (loaded.vocab, loaded.eod) == (10, 8)
+    (offsets,) = loaded.encode_with_offsets(["lo<|endoftext|>"])
+    assert offsets.tokens.tolist() == [*tokenizer.encode("lo"), 8]
+    (tmp_path / name).write_text('{"characters": "ba"}')
+    with pytest.raises(DataError, match="not a tokenizer of characters"):
+        load_tokenizer(tmp_path)
+
+
+def test_too_many_characters_are_refused_with_another_tokenizer():
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + MAX_CHARACTERS + 1)))
+    with pytest.raises(DataError, match=r"10,001 different characters.*bytes or sentencepiece"):
+        train_characters([text])
+    with pytest.raises(DataError, match="training text is empty"):
+        train_characters([""])
