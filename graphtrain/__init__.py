@@ -1,5 +1,82 @@
 """Training stack: configuration, models, data, program cache, training loop and command line.
 
-May import `lowering` and `sharding_rules`. Importing this package alone imports neither of them,
-nor JAX.
+    import graphtrain as gt
+
+    config = gt.load_config("examples/quickstart.toml", set={"run.steps": 100})
+    gt.compile(config)
+    run = gt.train(config)
+    print(gt.evaluate(run).validation_loss)
+
+Importing this package imports neither JAX nor `lowering` nor `sharding_rules`; each function
+imports what it needs. docs/guides/python.md describes them.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# First: importing a module of this folder would bind the name `compile` to the folder, later.
+import graphtrain.compile  # noqa: F401
+from graphtrain.api.configuration import load_config
+from graphtrain.api.programs import compile, plan
+from graphtrain.api.runs import evaluate, generate, metrics, train
+
+if TYPE_CHECKING:
+    from graphtrain import errors
+    from graphtrain.compile.tasks import CompilationFailed, CompilationReport
+    from graphtrain.config.schema import Config
+    from graphtrain.planning.answer import Answer
+    from graphtrain.run.callbacks import Callback, RunStart
+    from graphtrain.run.evaluate import Evaluation
+    from graphtrain.run.generate import Generation
+    from graphtrain.run.metric_columns import Metrics
+    from graphtrain.run.train import RunSummary
+    from sharding_rules.errors import UserError
+
+# Types of arguments and results, by the module that is imported when one is named.
+_TYPES = {
+    "Answer": "graphtrain.planning.answer",
+    "Callback": "graphtrain.run.callbacks",
+    "CompilationFailed": "graphtrain.compile.tasks",
+    "CompilationReport": "graphtrain.compile.tasks",
+    "Config": "graphtrain.config.schema",
+    "Evaluation": "graphtrain.run.evaluate",
+    "Generation": "graphtrain.run.generate",
+    "Metrics": "graphtrain.run.metric_columns",
+    "RunStart": "graphtrain.run.callbacks",
+    "RunSummary": "graphtrain.run.train",
+    "UserError": "sharding_rules.errors",
+}
+
+__all__ = [
+    "Answer",
+    "Callback",
+    "CompilationFailed",
+    "CompilationReport",
+    "Config",
+    "Evaluation",
+    "Generation",
+    "Metrics",
+    "RunStart",
+    "RunSummary",
+    "UserError",
+    "compile",
+    "errors",
+    "evaluate",
+    "generate",
+    "load_config",
+    "metrics",
+    "plan",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("graphtrain.errors")
+    if name in _TYPES:
+        return getattr(importlib.import_module(_TYPES[name]), name)
+    raise AttributeError(f"module 'graphtrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

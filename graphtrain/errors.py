@@ -43,6 +43,10 @@ class TrainingError(GraphtrainError):
     """A run cannot start or continue: for example a loss that is not finite."""
 
 
+class CallbackError(GraphtrainError):
+    """A callback of a run raised an exception, or has a method that is no event."""
+
+
 class PlanError(GraphtrainError):
     """A plan cannot be made, or cannot be compared with another."""
 

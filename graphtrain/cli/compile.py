@@ -17,7 +17,6 @@ from graphtrain.cli.options import (
     command_line,
     json_option,
     overrides_option,
-    pull_shared,
     target_option,
     write_file,
 )
@@ -25,7 +24,6 @@ from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
     from graphtrain.compile.tasks import CompilationReport, Observer, TaskOutcome
-    from lowering.machine.target import Target
 
 
 def compile_limit_options(command: Callable) -> Callable:
@@ -98,24 +96,22 @@ def command(
     installed on this machine, graphs for Neuron are written as bundles, which
     graphtrain neuron finish compiles on a machine that has it.
     """
-    from graphtrain.cache import Cache
-    from graphtrain.compile.driver import compile_tasks
-    from graphtrain.compile.tasks import Limits, tasks_of
+    from graphtrain.api.programs import compile_report
     from graphtrain.config import load_config
-    from graphtrain.config.resolve import resolve
 
-    programs = {
-        str(path): resolve(load_config(path, overrides, target).program) for path in configs
-    }
-    store = Cache(cache)
-    pull_shared(store, programs.values())
     with progress() as observe:
-        result = compile_tasks(
-            tasks_of(programs),
-            store,
-            Limits(jobs, memory, timeout, retries),
+        result = compile_report(
+            configs,
+            target=target,
+            set=overrides,
+            cache=cache,
+            jobs=jobs,
+            memory=memory,
+            timeout=timeout,
+            retries=retries,
             retry_failed=retry_failed,
             observe=observe,
+            log=say,
         )
     print_problems(result)
     if as_json:
@@ -123,8 +119,9 @@ def command(
     else:
         print_report(result)
         if not result.count("failed"):
-            for path, program in programs.items():
-                run_command = command_line("run", Path(path), target, overrides, cache)
+            for path in configs:
+                run_command = command_line("run", path, target, overrides, cache)
+                program = load_config(path, overrides, target).program
                 _print_missing_runtime(program.target, run_command)
     if report is not None:
         write_file(report, json.dumps(result.as_json(), indent=2) + "\n")
@@ -192,12 +189,14 @@ def print_report(report: "CompilationReport") -> None:
         click.echo(f"  graphtrain neuron finish {' '.join(map(str, bundles))}")
 
 
-def _print_missing_runtime(target: "Target", run: str) -> None:
+def _print_missing_runtime(name: str, run: str) -> None:
     """Print what this machine lacks to run an Ascend target, which can be compiled anywhere."""
-    if not target.machine.startswith("ascend"):  # avoids the import
+    if not name.startswith("ascend"):  # avoids the imports
         return
     from lowering.ascend.installation import missing_software
+    from lowering.machine.target import Target
 
+    target = Target.parse(name)
     if lacking := missing_software(target):
         click.echo(
             f"The graphs for {target} are compiled, but this machine cannot run them: it lacks "

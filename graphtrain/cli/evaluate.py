@@ -11,8 +11,6 @@ from graphtrain.cli.options import (
     cache_option,
     compile_hint,
     config_argument,
-    is_rank_zero,
-    join_run,
     json_option,
     overrides_option,
     process_options,
@@ -50,27 +48,31 @@ def command(
     For a run without checkpoints, measures the weights that it would start from. For a preference
     loss (DPO), the mean is per pair.
     """
-    from graphtrain.cache import Cache
-    from graphtrain.config import load_config
-    from graphtrain.config.resolve import resolve
-    from graphtrain.run.evaluate import bigram_loss, checkpoint_loss
+    from graphtrain.api.runs import evaluate
+    from graphtrain.run.processes import is_rank_zero
 
-    settings = load_config(config, overrides, target)
-    program = resolve(settings.program)
-    remedy = compile_hint(config, target, overrides, cache)
-    join_run(program.target, coordinator, count, rank)
-    result = checkpoint_loss(program, settings.run, Cache(cache), compile_hint=remedy, step=step)
+    result = evaluate(
+        config,
+        step=step,
+        bigram=bigram,
+        target=target,
+        set=overrides,
+        cache=cache,
+        coordinator=coordinator,
+        processes=count,
+        rank=rank,
+        compile_hint=compile_hint(config, target, overrides, cache),
+    )
     if not is_rank_zero():
         return
-    if bigram:
-        result["bigram_loss"] = bigram_loss(settings)
     if as_json:
-        finite = {name: value if math.isfinite(value) else None for name, value in result.items()}
+        known = {name: value for name, value in vars(result).items() if value is not None}
+        finite = {name: value if math.isfinite(value) else None for name, value in known.items()}
         click.echo(json.dumps(finite))
         return
-    click.echo(f"validation loss of step {result['step']}: {result['validation_loss']:.4f}")
-    click.echo(f"perplexity: {result['perplexity']:.2f}")
-    if bigram:
+    click.echo(f"validation loss of step {result.step}: {result.validation_loss:.4f}")
+    click.echo(f"perplexity: {result.perplexity:.2f}")
+    if result.bigram_loss is not None:
         click.echo(
-            f"validation loss of a bigram model (add-one smoothing): {result['bigram_loss']:.4f}"
+            f"validation loss of a bigram model (add-one smoothing): {result.bigram_loss:.4f}"
         )

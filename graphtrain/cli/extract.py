@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphtrain.cli.compile import compile_limit_options, print_problems, print_report, progress
-from graphtrain.cli.options import LocalPath, cache_option, json_option, pull_requests, write_file
+from graphtrain.cli.options import LocalPath, cache_option, json_option, write_file
 from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -125,13 +125,14 @@ def _compile(
     from graphtrain.cache import Cache
     from graphtrain.compile import extracted_graphs
     from graphtrain.compile.driver import compile_tasks
+    from graphtrain.compile.shared_cache import pull_requests
     from graphtrain.compile.tasks import Limits
 
     store = Cache(cache)
     tasks = extracted_graphs.compilation_tasks(
         extracted_graphs.extracted_graphs(extraction, target).values()
     )
-    pull_requests(store, [task.request for task in tasks])
+    pull_requests(store, [task.request for task in tasks], say)
     limits = Limits(options["jobs"], options["memory"], options["timeout"], options["retries"])
     with progress() as observe:
         return compile_tasks(

@@ -1,17 +1,11 @@
 """Arguments and options that several commands share."""
 
-import os
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-
-from graphtrain.cli.terminal import say
-
-if TYPE_CHECKING:
-    from lowering.machine.target import Target
 
 
 class Size(click.ParamType):
@@ -53,9 +47,9 @@ class ConfigPath(LocalPath):
         super().__init__()
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = Path(str(super().convert(value, param, ctx)))
-        config = path / "config.toml"
-        return config if config.is_file() else path
+        from graphtrain.config.load import config_file
+
+        return config_file(Path(str(super().convert(value, param, ctx))))
 
 
 config_argument = click.argument("config", metavar="CONFIG|RUN", type=ConfigPath())
@@ -126,51 +120,6 @@ def process_options(command: Callable) -> Callable:
     ):
         command = option(command)
     return command
-
-
-def join_run(
-    target: "Target", coordinator: str | None, count: int | None, rank: int | None
-) -> None:
-    """Configure the memory of this process and connect it to the other processes of the run.
-
-    Raises:
-        LoweringError: the target requires another number of processes, or they do not connect.
-    """
-    from lowering.machine import host
-    from lowering.xla import distributed
-
-    member = distributed.membership(coordinator=coordinator, count=count, rank=rank)
-    if target.runs_on_cpu:
-        host.retain_freed_memory()
-    distributed.check_process_count(target, member)
-    if member is not None and member.count > 1:
-        distributed.initialize(member, target)
-
-
-def pull_shared(store: Any, programs: Iterable[Any]) -> None:
-    """Fetch the missing graphs of programs from $GRAPHTRAIN_SHARED_CACHE, if it is set."""
-    if "GRAPHTRAIN_SHARED_CACHE" not in os.environ:
-        return
-    from graphtrain.compile.request_keys import request_keys
-
-    pull_requests(store, [key for program in programs for key in request_keys(program).values()])
-
-
-def pull_requests(store: Any, requests: Iterable[Any]) -> None:
-    """Fetch the missing programs of requests from $GRAPHTRAIN_SHARED_CACHE, if it is set."""
-    if "GRAPHTRAIN_SHARED_CACHE" not in os.environ:
-        return
-    from graphtrain.cache.exchange import pull_from_shared_cache
-
-    digests = [request.digest for request in requests]
-    pull_from_shared_cache(store, digests, lambda line: say(line))
-
-
-def is_rank_zero() -> bool:
-    """Return whether this process is rank 0, which prints for all processes of a run."""
-    from lowering.xla import distributed
-
-    return distributed.rank() == 0
 
 
 def write_file(path: Path, text: str) -> None:

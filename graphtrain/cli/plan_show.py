@@ -97,16 +97,11 @@ def show(
     """Show the memory, communication and time of each device for the training step of CONFIG."""
     if results is not None and html is None:
         raise click.UsageError("--results is only shown on a page; add --html FILE")
-    from graphtrain.cache import Cache
     from graphtrain.config import load_config
     from graphtrain.config.resolve import resolve
 
-    def vary(change: Sequence[str]) -> "ResolvedProgram":
-        target_override = [f"program.target={target}"] if target else []
-        return resolve(load_config(config, [*overrides, *target_override, *change]).program)
-
     if targets is not None:
-        _compare(targets.split(","), vary, Cache(cache), ask_compiler, jobs, as_json)
+        _compare(targets.split(","), config, overrides, cache, ask_compiler, jobs, as_json)
         return
     program = resolve(load_config(config, overrides, target).program)
     if strategy is not None:
@@ -118,13 +113,19 @@ def show(
     if pattern is not None and not as_json and html is None:
         _print_arrays(program, pattern)
         return
+    from graphtrain.api.programs import plan
     from graphtrain.cli.compile import progress
-    from graphtrain.planning.answer import answer
 
     search_results = _read_search_results(results) if results is not None else []
     with progress() as observe:
-        plan_answer = answer(
-            program, vary, Cache(cache), compile=ask_compiler, confirm=confirm, observe=observe
+        plan_answer = plan(
+            config,
+            target=target,
+            set=overrides,
+            cache=cache,
+            compile=ask_compiler,
+            confirm=confirm,
+            observe=observe,
         )
     if html is not None:
         _write_page(html, config, plan_answer, search_results)
@@ -139,7 +140,7 @@ def show(
 
         print_answer(console(), plan_answer)
         _print_imported(program, cache)
-    if not plan_answer.assessment.memory.fits:
+    if not plan_answer.fits:
         sys.exit(DOES_NOT_FIT)
 
 
@@ -158,14 +159,28 @@ def console():
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
 
 
-def _compare(targets, vary, store, ask_compiler: bool, jobs: int | None, as_json: bool) -> None:
+def _compare(
+    targets: Sequence[str],
+    config: Path,
+    overrides: Sequence[str],
+    cache: Path,
+    ask_compiler: bool,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
+    from graphtrain.config import load_config
+    from graphtrain.config.resolve import resolve
     from graphtrain.planning.targets import compare_targets
     from graphtrain.planning.text import target_rows, targets_table
 
+    def vary(change: Sequence[str]) -> "ResolvedProgram":
+        return resolve(load_config(config, [*overrides, *change]).program)
+
     with progress() as observe:
         rows = compare_targets(
-            targets, vary, store, compile=ask_compiler, jobs=jobs, observe=observe
+            targets, vary, Cache(cache), compile=ask_compiler, jobs=jobs, observe=observe
         )
     if as_json:
         click.echo(json.dumps(target_rows(rows)))

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,16 +11,17 @@ from graphtrain.cli.options import (
     cache_option,
     compile_hint,
     config_argument,
-    is_rank_zero,
-    join_run,
     overrides_option,
     process_options,
-    pull_shared,
     target_option,
 )
 from graphtrain.cli.run_progress import progress_reporter
 from graphtrain.cli.terminal import say
 from lowering.machine import startup
+
+if TYPE_CHECKING:
+    from graphtrain.config.schema import Config
+    from graphtrain.run.train import RunSummary
 
 _SIGNAL_STATUS = 128  # plus the signal number, the convention of shells
 
@@ -61,59 +63,53 @@ def command(
     """
     startup.pause_garbage_collection()  # until train() takes the first step
     startup.skip_blas_threads()
-    from graphtrain.cache import Cache
+    from graphtrain.api.runs import train
     from graphtrain.config import load_config
-    from graphtrain.config.resolve import resolve
 
     settings = load_config(config, overrides, target)
-    program, run = resolve(settings.program), settings.run
-    store = Cache(cache)
-    pull_shared(store, [program])
+    run = settings.run
     if compile_missing:
-        _compile_missing(config, program, store)
-    join_run(program.target, coordinator, count, rank)
-    from graphtrain.run.train import train
-
-    remedy = compile_hint(config, target, overrides, cache)
-    with progress_reporter(run.steps, run.report_every) as report:
+        _compile_missing(settings, config, cache)
+    with progress_reporter(run.steps, run.report_every) as progress:
         summary = train(
-            program,
-            run,
-            store,
-            compile_hint=remedy,
-            on_record=report,
-            allowed_changes=allowed_changes,
+            settings,
+            callbacks=[progress],
+            cache=cache,
+            allow_change=allowed_changes,
+            coordinator=coordinator,
+            processes=count,
+            rank=rank,
+            compile_hint=compile_hint(config, target, overrides, cache),
+            log=say,
         )
+    from graphtrain.run.processes import is_rank_zero
+
     if is_rank_zero():
-        click.echo(_format_summary(summary, run.directory))
+        click.echo(_format_summary(summary))
     if summary.stopped_by:
         import signal
 
         sys.exit(_SIGNAL_STATUS + signal.Signals[summary.stopped_by])
     if is_rank_zero():
-        print_curve(Path(run.directory))
+        print_curve(summary.directory)
 
 
-def _compile_missing(config: Path, program, store) -> None:
+def _compile_missing(settings: "Config", config: Path, cache: Path) -> None:
+    from graphtrain.api.programs import compile_missing
     from graphtrain.cli.compile import print_problems, print_report, progress
-    from graphtrain.compile.driver import compile_tasks
-    from graphtrain.compile.tasks import tasks_of
+    from graphtrain.compile.tasks import CompilationFailed
 
-    tasks = tasks_of({str(config): program})
-    missing = [task.label for task in tasks if not store.contains(task.request)]
-    if not missing:
-        return
-    say(f"compiling missing graphs: {', '.join(missing)}")
-    with progress() as observe:
-        report = compile_tasks(tasks, store, observe=observe)
-    if report.count("failed") or report.count("bundled"):
-        print_problems(report)
-        print_report(report)
-        sys.exit(2)
+    try:
+        with progress() as observe:
+            compile_missing(settings, name=str(config), cache=cache, observe=observe, log=say)
+    except CompilationFailed as error:
+        print_problems(error.report)
+        print_report(error.report)
+        sys.exit(error.exit_status)
 
 
-def _format_summary(summary, directory: str) -> str:
-    loss = summary.validation_loss
+def _format_summary(summary: "RunSummary") -> str:
+    loss, directory = summary.validation_loss, summary.directory
     loss_text = "" if loss is None else f", validation loss {loss:.4f}"
     if summary.stopped_by and summary.steps == (summary.resumed_from or 0):
         return (

@@ -1,14 +1,14 @@
 """Progress of a run on the screen: one line per report, or a bar on a terminal."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
 
-Record = Mapping[str, Any]  # as written to metrics.jsonl
+from graphtrain.run.callbacks import Callback, Metrics
 
 
 @dataclass
@@ -23,12 +23,12 @@ class MeanSpeed:
     tokens: float = 0.0
     utilized_seconds: float = 0.0  # seconds that the steps would take at the peak FLOP/s
 
-    def add(self, record: Record) -> None:
-        """Add the record of a step."""
-        seconds = record["step_seconds"]
+    def add(self, metrics: Metrics) -> None:
+        """Add the metrics of a step."""
+        seconds = metrics["step_seconds"]
         self.seconds += seconds
-        self.tokens += record["tokens_per_second"] * seconds
-        self.utilized_seconds += (record["mfu"] or 0.0) * seconds
+        self.tokens += metrics["tokens_per_second"] * seconds
+        self.utilized_seconds += (metrics["mfu"] or 0.0) * seconds
 
     def take(self) -> tuple[float, float]:
         """Return the mean tokens per second and the mean MFU, and start anew."""
@@ -38,26 +38,60 @@ class MeanSpeed:
         return means
 
 
-@contextmanager
-def progress_reporter(steps: int, every: int) -> Iterator[Callable[[Record], None]]:
-    """Yield a function that shows progress: live on a terminal, elsewhere one line per report.
+@dataclass
+class ProgressLines(Callback):
+    """Callback of a run that prints one line per report.
 
     Args:
         steps: Last step of the run.
         every: Steps between two lines; tokens/s and MFU are means over these steps.
     """
-    speed = MeanSpeed()
+
+    steps: int
+    every: int
+    speed: MeanSpeed = field(default_factory=MeanSpeed)
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        self.speed.add(metrics)
+        if step % self.every == 0:
+            self._print(step, _format_metrics(metrics, self.speed))
+
+    def on_evaluate(self, step: int, metrics: Metrics) -> None:
+        self._print(step, _format_evaluation(metrics))
+
+    def _print(self, step: int, text: str) -> None:
+        click.echo(f"step {step}/{self.steps}  {text}", err=True)
+
+
+@dataclass
+class ProgressBar(Callback):
+    """Callback of a run that moves a bar on a terminal."""
+
+    every: int  # steps between two texts beside the bar
+    display: Any
+    row: Any
+    speed: MeanSpeed = field(default_factory=MeanSpeed)
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        self.speed.add(metrics)
+        self.display.update(self.row, completed=step)
+        if step % self.every == 0 or step == 1:
+            self.display.update(self.row, description=_format_metrics(metrics, self.speed))
+
+    def on_evaluate(self, step: int, metrics: Metrics) -> None:
+        self.display.console.print(f"step {step}  {_format_evaluation(metrics)}")
+
+
+@contextmanager
+def progress_reporter(steps: int, every: int) -> Iterator[ProgressLines | ProgressBar]:
+    """Yield a callback that shows progress: live on a terminal, elsewhere one line per report.
+
+    Args:
+        steps: Last step of the run.
+        every: Steps between two reports.
+    """
     if not sys.stderr.isatty():
-
-        def report(record: Record) -> None:
-            if "validation_loss" not in record:
-                speed.add(record)
-            if "validation_loss" in record or record["step"] % every == 0:
-                click.echo(
-                    f"step {record['step']}/{steps}  {_format_record(record, speed)}", err=True
-                )
-
-        yield report
+        yield ProgressLines(steps, every)
         return
     from rich.console import Console
     from rich.progress import (
@@ -75,33 +109,23 @@ def progress_reporter(steps: int, every: int) -> Iterator[Callable[[Record], Non
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=Console(stderr=True)) as display:
-        row = display.add_task("starting", total=steps)
-
-        def show(record: Record) -> None:
-            if "validation_loss" in record:
-                line = _format_record(record, speed)
-                display.console.print(f"step {record['step']}  {line}")
-                return
-            speed.add(record)
-            display.update(row, completed=record["step"])
-            if record["step"] % every == 0 or record["step"] == 1:
-                display.update(row, description=_format_record(record, speed))
-
-        yield show
+        yield ProgressBar(every, display, display.add_task("starting", total=steps))
 
 
-def _format_record(record: Record, speed: MeanSpeed) -> str:
-    if "validation_loss" in record:
-        return f"validation loss {record['validation_loss']:.4f}"
+def _format_evaluation(metrics: Metrics) -> str:
+    return f"validation loss {metrics['validation_loss']:.4f}"
+
+
+def _format_metrics(metrics: Metrics, speed: MeanSpeed) -> str:
     tokens_per_second, mfu = speed.take()
     fields = [
-        f"loss {record['loss']:.4f}",
-        f"grad norm {record['grad_norm']:.3f}",
-        f"lr {record['learning_rate']:.2e}",
+        f"loss {metrics['loss']:.4f}",
+        f"grad norm {metrics['grad_norm']:.3f}",
+        f"lr {metrics['learning_rate']:.2e}",
         f"{tokens_per_second:,.0f} tokens/s",
     ]
-    if "accuracy" in record:
-        fields.insert(1, f"margin {record['margin']:.3f}  accuracy {record['accuracy']:.0%}")
-    if record["mfu"] is not None:
+    if "accuracy" in metrics:
+        fields.insert(1, f"margin {metrics['margin']:.3f}  accuracy {metrics['accuracy']:.0%}")
+    if metrics["mfu"] is not None:
         fields.append(f"mfu {mfu:.1%}")
     return "  ".join(fields)

@@ -1,6 +1,5 @@
 """Start and end worker processes, with a forkserver that has imported their modules."""
 
-import multiprocessing
 import multiprocessing.util
 import os
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.errors import GraphtrainError
+from graphtrain.processes import worker_context
 
 _SCRATCH = "graphtrain-compile-"
 _OWNER = "graphtrain-owner"  # file with a process id, in the directory of multiprocessing's socket
@@ -25,8 +25,7 @@ class ForkServer:
     """Forkserver that starts worker processes."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["graphtrain.compile.worker"])
+        self._context = worker_context("graphtrain.compile.worker")
         # Its name, pymp-XXXXXXXX, does not contain the owner, and a killed owner leaves it.
         Path(multiprocessing.util.get_temp_dir(), _OWNER).write_text(str(os.getpid()))
 

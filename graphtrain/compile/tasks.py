@@ -8,6 +8,8 @@ from typing import Any, Literal
 from graphtrain.cache.key import CacheKey
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.errors import GraphtrainError
+from graphtrain.html import html_table
 from graphtrain.torch_xla.graphs import ExtractedGraph
 
 Observer = Callable[[str, str], None]  # called with the label of a task and its current stage
@@ -60,6 +62,23 @@ class CompilationReport:
     def count(self, status: str) -> int:
         return sum(outcome.status == status for outcome in self.outcomes)
 
+    def raise_if_failed(self, *, or_bundled: bool = False) -> None:
+        """Raise an error if a graph failed or, if asked, its compiler is not installed.
+
+        Raises:
+            CompilationFailed: one line for each such graph.
+        """
+        refused = ("failed", "bundled") if or_bundled else ("failed",)
+        lines = [f"{one.label} {one.status}: {one.error}" for one in self.outcomes
+                 if one.status in refused]  # fmt: skip
+        if lines:
+            raise CompilationFailed(self, "\n".join(lines))
+
+    def _repr_html_(self) -> str:
+        rows = [(one.label, one.status, f"{one.seconds:.1f}", one.error or "")
+                for one in self.outcomes]  # fmt: skip
+        return html_table(("graph", "status", "seconds", "error"), rows)
+
     def as_json(self) -> dict[str, Any]:
         return {
             "total": len(self.outcomes),
@@ -71,6 +90,14 @@ class CompilationReport:
             "host": uname().nodename,
             "graphs": [asdict(outcome) for outcome in self.outcomes],
         }
+
+
+class CompilationFailed(GraphtrainError):
+    """A graph could not be compiled."""
+
+    def __init__(self, report: CompilationReport, message: str) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 def tasks_of(programs: Mapping[str, ResolvedProgram]) -> list[Task]:

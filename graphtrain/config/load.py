@@ -1,8 +1,10 @@
-"""Loading of a configuration from TOML and --set, with all problems reported at once."""
+"""Loading of a configuration from TOML, dicts and --set, with all problems reported at once."""
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date, time
 from itertools import islice
 from pathlib import Path
@@ -13,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from graphtrain.config.lines import KeyPath
 from graphtrain.config.overrides import parse_overrides
 from graphtrain.config.presets import apply_preset
+from graphtrain.config.render import as_document, toml_document
 from graphtrain.config.schema import Config
 from graphtrain.errors import ConfigError
 from sharding_rules.documents import MAX_TOML_BYTES, DocumentError, parse_toml, read_text
@@ -20,19 +23,27 @@ from sharding_rules.documents import MAX_TOML_BYTES, DocumentError, parse_toml, 
 _MAX_PROBLEMS = 50  # of one configuration that are reported
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), target: str | None = None) -> Config:
-    """Load the configuration in `path`, changed by overrides ("section.name=value") and `target`.
+Source = str | os.PathLike[str] | Mapping[str, Any] | Config
+
+
+def load_config(source: Source, overrides: Sequence[str] = (), target: str | None = None) -> Config:
+    """Load a configuration, changed by overrides ("section.name=value") and `target`.
+
+    Args:
+        source: Path of a file or of the directory of a run; TOML, a string of several lines; tables
+            as a dict; or a configuration.
+        overrides: Settings to change.
+        target: Machine to compile for, in place of program.target.
 
     Raises:
         ConfigError: one line for each problem: the file and line or the flag that caused it, the
             setting, and the values that it accepts.
     """
+    if isinstance(source, Config) and not overrides and target is None:
+        return source
     changes = parse_overrides(overrides, target)
-    text = _read(path)
-    try:
-        document = parse_toml(text)
-    except DocumentError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    read = _read_source(source)
+    document = read.document
     blocked = [change for change in changes if not change.apply(document)]
     apply_preset(document)
     foreign = set(_foreign((), document))
@@ -50,11 +61,61 @@ def load_config(path: Path, overrides: Sequence[str] = (), target: str | None = 
         explain,
     )
 
-    problems = explain(ConfigSource(path, text, changes), document, errors, foreign)
+    text = read.text if read.text is not None else toml_document(document)
+    config_source = ConfigSource(read.name, text, changes, has_lines=read.text is not None)
+    problems = explain(config_source, document, errors, foreign)
     shown = list(islice(problems, _MAX_PROBLEMS))
     if next(problems, None) is not None:
-        shown.append(f"{path}: more problems; these are the first {_MAX_PROBLEMS}")
+        shown.append(f"{read.name}: more problems; these are the first {_MAX_PROBLEMS}")
     raise ConfigError("\n".join(shown))
+
+
+def config_file(path: Path) -> Path:
+    """Return the config.toml of the directory of a run; any other path as it is."""
+    file = path / "config.toml"
+    return file if file.is_file() else path
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A configuration as tables, and the text that they were read from."""
+
+    name: str  # for messages
+    document: dict[str, Any]
+    text: str | None = None  # None: there are no lines to name in messages
+
+
+def _read_source(source: Source) -> _Read:
+    if isinstance(source, Config):
+        return _Read("configuration", as_document(source))
+    if isinstance(source, Mapping):
+        return _Read("configuration", _plain(source))
+    if isinstance(source, str) and "\n" in source:
+        name, text = "configuration", source
+    elif isinstance(source, str | os.PathLike):
+        path = config_file(Path(source))
+        name, text = str(path), _read(path)
+    else:
+        raise ConfigError(
+            f"a configuration is a path, TOML text, a dict or a Config, not {type(source).__name__}"
+        )
+    try:
+        return _Read(name, parse_toml(text), text)
+    except DocumentError as error:
+        raise ConfigError(f"{name}: not valid TOML: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as TOML has it: dicts, lists, and strings for paths; None is left out."""
+    match value:
+        case Mapping():
+            return {str(name): _plain(inner) for name, inner in value.items() if inner is not None}
+        case list() | tuple():
+            return [_plain(inner) for inner in value]
+        case os.PathLike():
+            return os.fspath(value)
+        case _:
+            return value
 
 
 def _read(path: Path) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from pydantic_core import ErrorDetails
@@ -24,11 +23,12 @@ _LONGEST_VALUE = 60  # characters of a value shown
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """A configuration file and the flags that changed it."""
+    """A configuration and the flags that changed it."""
 
-    path: Path
+    name: str  # path of its file, for messages
     text: str
     overrides: tuple[Override, ...]
+    has_lines: bool = True  # False: the user wrote no text
 
     @cached_property
     def lines(self) -> dict[KeyPath, int]:
@@ -40,7 +40,7 @@ class ConfigSource:
         return self.lines.get(path) or min(inside, default=None)
 
     def location(self, line: int | None) -> str:
-        return f"{self.path}:{line}" if line else f"{self.path}"
+        return f"{self.name}:{line}" if line and self.has_lines else self.name
 
     def flag(self, path: KeyPath) -> Override | None:
         """Return the last override that set `path`."""
@@ -82,7 +82,7 @@ def explain(
         if path not in suggested:  # already suggested for an unknown setting
             yield _missing(source, path)
     for error in by_type.get("json_invalid", {}).values():
-        yield f"{source.path}: {error['msg']}"
+        yield f"{source.name}: {error['msg']}"
 
 
 _OWN_WORDS = {"unexpected_keyword_argument", "missing", "value_error", "json_invalid", WRONG_PATH}

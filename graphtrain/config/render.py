@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -45,6 +45,25 @@ def _table(path: KeyPath, table: Any, with_choices: bool) -> Iterator[str]:
             yield f"{field.name} = {toml(value)}" + (f"  # {meaning}" if meaning else "")
     for name, value in inner.items():
         yield from _table((*path, name), value, with_choices)
+
+
+def as_document(config: Config) -> dict[str, Any]:
+    """Return the resolved settings as the tables that a file has; unset ones are omitted."""
+    return _as_tables(config)
+
+
+def _as_tables(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_tables(entry) for entry in value]
+    if is_dataclass(value):
+        pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
+        return {name: _as_tables(inner) for name, inner in pairs if inner is not None}
+    return value
+
+
+def toml_document(document: Mapping[str, Any]) -> str:
+    """Return tables as TOML, one line for each of the root."""
+    return "".join(f"{dotted((name,))} = {toml(value)}\n" for name, value in document.items())
 
 
 def toml(value: Any) -> str:

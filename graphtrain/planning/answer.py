@@ -18,15 +18,55 @@ from graphtrain.planning.ledger import ErrorBar
 from graphtrain.planning.remedies import Remedy, WithOverrides, find_remedies
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Answer:
-    """Complete answer of `graphtrain plan` for one program on one target."""
+    """Complete answer of `graphtrain plan` for one program on one target.
+
+    str() is the output of the command.
+    """
 
     program: ResolvedProgram
     assessment: Assessment
     error_bars: Mapping[str, ErrorBar]  # by quantity, from earlier runs on this target
     remedies: Sequence[Remedy] = ()  # changes that would fit; empty if the program fits
     causes: Sequence[CollectiveOrigin] = ()  # one for each compiled collective, in order
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the training step fits in the memory of a device."""
+        return self.assessment.memory.fits
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the peak memory of a device during a training step."""
+        return self.assessment.memory.peak
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the estimated time of a training step."""
+        return self.assessment.time.total
+
+    def __repr__(self) -> str:
+        from graphtrain.planning.text import fit_summary
+
+        return f"<Answer: {fit_summary(self.assessment)}>"
+
+    def __str__(self) -> str:
+        import io
+
+        from rich.console import Console
+
+        from graphtrain.planning.text import print_answer
+
+        console = Console(file=io.StringIO(), width=160, highlight=False, markup=False)
+        with console.capture() as capture:
+            print_answer(console, self)
+        return capture.get()
+
+    def _repr_html_(self) -> str:
+        from graphtrain.planning.text import answer_as_html
+
+        return answer_as_html(self)
 
 
 def answer(

@@ -4,8 +4,10 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from fnmatch import fnmatch
+from html import escape
 from typing import TYPE_CHECKING, Any
 
+from graphtrain.html import html_from_rich
 from graphtrain.models.grouped_matmul_support import step_computes_all_experts
 from graphtrain.planning.collective_origins import unexplained
 from graphtrain.planning.tables import plan_as_json, plan_table
@@ -176,6 +178,19 @@ def _error_bars(answer: "Answer") -> list[str]:
         f"{bar.worst:.2f} x in the worst case; runs on {target}: {bar.count}"
         for name, bar in bars.items()
     ]
+
+
+def answer_as_html(answer: "Answer") -> str:
+    """Return the main tables of a plan for a notebook; the arrays are in answer.assessment.plan."""
+    assessment = answer.assessment
+    tables = [memory_table(assessment.memory, answer.program.target)]
+    if assessment.collectives:
+        tables.append(collectives_table(assessment))
+    tables.append(time_table(assessment))
+    if answer.remedies:
+        tables.append(remedies_table(answer.remedies))
+    summary = f"<p>{escape(fit_summary(assessment))}</p>"
+    return summary + "".join(map(html_from_rich, tables))
 
 
 def remedies_table(remedies: "Sequence[Remedy]") -> "Table":

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from graphtrain.data.batches.loader import evaluation_batches
 from graphtrain.data.indexed.dataset import WHOLE_INDEX, IndexedDataset, IndexShare
 from graphtrain.data.indexed.description import read_description
 from graphtrain.errors import DataError, TrainingError
+from graphtrain.html import html_facts
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.run.agreement import on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement, index_share
@@ -30,6 +32,19 @@ from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.run.programs import LoadedPrograms
 from lowering.machine.target import Target
 from lowering.trees import Tree
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of the evaluation of a checkpoint on the entire validation set."""
+
+    step: int  # of the checkpoint; 0 for initial weights
+    validation_loss: float  # nats per token; per pair for preferences
+    perplexity: float
+    bigram_loss: float | None = None  # of a bigram model of the training data, if asked for
+
+    def _repr_html_(self) -> str:
+        return html_facts("evaluation", vars(self))
 
 
 def validation_loss(
@@ -135,13 +150,10 @@ def validation_batches(
 
 def checkpoint_loss(
     program: ResolvedProgram, run: Run, cache: Cache, *, compile_hint: str, step: int | None
-) -> dict[str, float]:
+) -> Evaluation:
     """Return the validation loss and perplexity of a checkpoint, the last one if `step` is None.
 
     For a run without checkpoints, evaluates the weights that it would start from, as step 0.
-
-    Returns:
-        "step", "validation_loss" (nats per token; per pair for preferences) and "perplexity".
 
     Raises:
         MissingProgram: the evaluation step is not in the cache.
@@ -189,7 +201,7 @@ def checkpoint_loss(
         )
         loss = validation_loss(evaluate, weights, batches, program.target)
     assert loss is not None  # no evaluation is given up here
-    return {"step": step, "validation_loss": loss, "perplexity": perplexity(loss)}
+    return Evaluation(step, loss, perplexity(loss))
 
 
 def perplexity(loss: float) -> float:

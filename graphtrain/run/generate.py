@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,21 @@ class Sampling:
                 f"temperature = {self.temperature} and top-p = {self.top_p}: the temperature must "
                 "be at least 0, and top-p above 0 and at most 1"
             )
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Text that continues a prompt."""
+
+    text: str  # of the prompt and what was generated
+    prompt: tuple[int, ...]  # token ids
+    tokens: tuple[int, ...]  # ids of the generated tokens
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.text)}</pre>"
 
 
 def sample_token(scores: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:

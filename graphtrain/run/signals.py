@@ -5,6 +5,7 @@ An evaluation is given up; a resumed run repeats it.
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -45,7 +46,8 @@ class DistributedStopRequest(StopRequest):
 def stop_requests() -> Iterator[StopRequest]:
     """Yield the stop request that the first SIGTERM or Ctrl-C sets.
 
-    In a single process, a second signal ends the process as usual.
+    In a single process, a second signal ends the process as usual. A run in a thread other than the
+    main one, which alone may handle signals, leaves them to the program around it.
     """
     if distributed.count() > 1:
         distributed_request = DistributedStopRequest()
@@ -53,6 +55,9 @@ def stop_requests() -> Iterator[StopRequest]:
             yield distributed_request
         return
     request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
     previous_handlers = {signum: signal.getsignal(signum) for signum in _SIGNALS}
 
     def note(signum: int, frame: FrameType | None) -> None:

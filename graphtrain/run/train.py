@@ -21,10 +21,12 @@ from graphtrain.config.schema import Config, Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.errors import TrainingError
 from graphtrain.files import write_errors
+from graphtrain.html import html_facts
 from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.run.agreement import check_same_executables, on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement, index_share
+from graphtrain.run.callbacks import Callback, RunStart, check_callbacks, notify
 from graphtrain.run.data_check import DataCheck
 from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.initial_weights import InitialWeights
@@ -43,6 +45,7 @@ from lowering.xla import distributed
 from sharding_rules.errors import ShardingError
 
 Report = Callable[[Record], None]
+Notify = Callable[..., None]  # called with the name of an event and its arguments
 JournalPosition = Callable[[], dict[str, Any] | None]
 _COMMON_METRICS = ("loss", "grad_norm", "targets")  # metrics of every loss function
 
@@ -51,10 +54,15 @@ _COMMON_METRICS = ("loss", "grad_norm", "targets")  # metrics of every loss func
 class RunSummary:
     """Outcome of a run."""
 
+    directory: Path
     steps: int  # in total, including those before a resumption
     resumed_from: int | None  # step of the checkpoint; None for a new run
     validation_loss: float | None  # of the last evaluation
     stopped_by: str | None  # name of the signal that stopped it, for example "SIGTERM"
+
+    def _repr_html_(self) -> str:
+        facts = vars(self) | {"resumed_from": self.resumed_from or None}
+        return html_facts("run", facts)
 
 
 def train(
@@ -63,7 +71,7 @@ def train(
     cache: Cache,
     *,
     compile_hint: str,
-    on_record: Report,
+    callbacks: Sequence[Callback] = (),
     allowed_changes: Sequence[str] = (),
 ) -> RunSummary:
     """Train up to run.steps with compiled programs, from the last checkpoint if there is one.
@@ -73,18 +81,21 @@ def train(
         run: settings of the run.
         cache: cache with the compiled programs.
         compile_hint: command that compiles missing programs, for error messages.
-        on_record: called on rank 0 with every record that is written to the journal.
+        callbacks: called on rank 0 with what happens.
         allowed_changes: settings whose values may differ from those of the checkpoint.
 
     Raises:
+        CallbackError: a callback cannot be used, or raised an exception.
         MissingProgram: a graph is not in the cache.
         TrainingError: the loss is not finite, the directory of the run cannot be used, or its
             checkpoints are damaged or of another run.
         DataError: a dataset cannot be used.
         WeightsError: the initial weights cannot be used.
     """
+    check_callbacks(callbacks)
     directory = Path(run.directory)
     is_rank_zero = distributed.rank() == 0  # rank 0 writes the files that all ranks share
+    notify_callbacks = partial(notify, callbacks if is_rank_zero else ())
     with ExitStack() as stack:
         watchdog = stack.enter_context(watched(run.watchdog, directory))
         on_all_ranks(
@@ -139,7 +150,7 @@ def train(
             data_check.start()
         new_run_weights = None if saved else initial_weights
         open_journal = (
-            partial(_open_journal, config, new_run_weights, resumption, on_record, stack)
+            partial(_open_journal, config, new_run_weights, resumption, notify_callbacks, stack)
             if is_rank_zero
             else _discard_journal
         )
@@ -152,6 +163,7 @@ def train(
             placement,
             checkpoints,
             open_journal,
+            notify_callbacks,
             start,
             data_check,
             {"identity": identity, "changes": changes},
@@ -218,7 +230,7 @@ def _open_journal(
     config: Config,
     initial_weights: InitialWeights | None,
     resumption: Resumption,
-    report: Report,
+    notify_callbacks: Notify,
     stack: ExitStack,
 ) -> tuple[Report, JournalPosition]:
     """Write config.toml and the Hugging Face files, and open the journal of metrics.
@@ -239,10 +251,13 @@ def _open_journal(
         written=info.journal if info else None,
     )
     stack.callback(journal.close)
+    notify_callbacks("on_run_start", RunStart(config, directory, start))
 
     def write(record: Record) -> None:
         journal.write(record)
-        report(record)
+        event = "on_evaluate" if "validation_loss" in record else "on_step"
+        metrics = {name: value for name, value in record.items() if name != "step"}
+        notify_callbacks(event, record["step"], metrics)
 
     return write, journal.position
 
@@ -366,6 +381,7 @@ class TrainingLoop:
     placement: BatchPlacement
     checkpoints: Checkpoints
     open_journal: Callable[[], tuple[Report, JournalPosition]]
+    notify: Notify  # of callbacks
     start: int
     data_check: DataCheck
     records: dict[str, Any]  # kept in every checkpoint: what the run is, and permitted changes
@@ -375,6 +391,7 @@ class TrainingLoop:
     _journal_position: JournalPosition = field(init=False)
     # Last started step: its number, metrics, learning rate, and seconds waited for data.
     _pending: tuple[int, Tree, float, float] | None = None
+    _saving: int | None = None  # step of the checkpoint that is being written
     _last_finished_at: float = field(default_factory=time.perf_counter)
     _flops: dict[str, float] = field(init=False)  # useful FLOPs per token, by metric name
 
@@ -432,7 +449,11 @@ class TrainingLoop:
                 break
         self._finish_pending_step()
         watchdog.move(SAVING, completed_steps)  # until the last checkpoint is complete
-        return self._summary(completed_steps, validation)
+        self.checkpoints.wait()
+        self._report_checkpoint()
+        summary = self._summary(completed_steps, validation)
+        self.notify("on_run_end", summary)
+        return summary
 
     def _summary(self, completed_steps: int, validation: float | None) -> RunSummary:
         run, stop = self.run, self.stop
@@ -440,16 +461,27 @@ class TrainingLoop:
             run.data.validation is None or validation is not None
         )
         stopped = stop.signal.name if stop.signal and not is_complete else None
-        return RunSummary(completed_steps, self.start or None, validation, stopped)
+        return RunSummary(
+            Path(run.directory), completed_steps, self.start or None, validation, stopped
+        )
 
     def _save(self, completed_steps: int, state: Tree) -> None:
-        self.checkpoints.save(
+        self.checkpoints.save(  # waits until the previous one is complete
             completed_steps,
             lowering.backend(self.program.target).checkpoint_arrays(state),
             self.loader.state(),
             journal=self._journal_position(),
             **self.records,
         )
+        self._report_checkpoint()
+        self._saving = completed_steps
+
+    def _report_checkpoint(self) -> None:
+        """Notify the callbacks of the checkpoint that was being written and is now complete."""
+        if self._saving is not None:
+            path = Path(self.run.directory) / "checkpoints" / str(self._saving)
+            self.notify("on_checkpoint", self._saving, path)
+            self._saving = None
 
     def _next_batch(self) -> tuple[dict[str, np.ndarray], float]:
         """Return this process's rows of the next batch, and the seconds waited for them."""

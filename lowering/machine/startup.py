@@ -31,9 +31,13 @@ def pause_garbage_collection() -> None:
 
 
 def resume_garbage_collection() -> None:
-    """Collect garbage again, but never look at the objects that were imported until now."""
-    gc.freeze()
-    gc.enable()
+    """Collect garbage again, but never look at the objects that were imported until now.
+
+    Without pause_garbage_collection() it does nothing: objects of a notebook may become garbage.
+    """
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 def skip_blas_threads() -> None:

@@ -45,6 +45,11 @@ _GPU_OPTIONS = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
 }
 
+_FIXED_COUNT = (
+    ", whose number of CPU devices was fixed when JAX was first used; use another process, or in a "
+    "notebook restart the kernel, and run the target with the most devices first"
+)
+
 Device = Any  # jax.Device; type checkers reject it as a type
 
 
@@ -83,6 +88,7 @@ def devices(target: Target) -> list[Device]:
     if len(available) < target.devices:
         raise LoweringError(
             f"{target} needs {target.devices} devices; JAX has {len(available)} in this process"
+            f"{_FIXED_COUNT if target.platform == 'cpu' else ''}"
         )
     hosts = len({device.process_index for device in available})
     if hosts > distributed.count():  # a TPU slice; each host would act as rank 0

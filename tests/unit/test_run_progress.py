@@ -18,9 +18,10 @@ def record(step, seconds, tokens=1000, mfu_at_one_second=0.2):
 
 
 def lines(capsys, records, every=2):
-    with progress_reporter(steps=4, every=every) as report:
-        for step_record in records:
-            report(step_record)
+    with progress_reporter(steps=4, every=every) as progress:
+        for one in records:
+            event = progress.on_evaluate if "validation_loss" in one else progress.on_step
+            event(one["step"], one)
     return capsys.readouterr().err.splitlines()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from graphtrain.data.readers.corpus import Chunk, Corpus
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
+from graphtrain.processes import worker_context
 
 _CHUNKS_PER_WORKER = 3  # chunks in flight per worker process; more uses memory without being faster
 
@@ -79,10 +80,7 @@ def encode_chunks(
     if workers == 1:
         yield from map(encoder, chunks)
         return
-    methods = multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    context.set_forkserver_preload([__name__])  # imported once, not by each worker process
-    pool = ProcessPoolExecutor(workers, context, _set_encoder, (encoder,))
+    pool = ProcessPoolExecutor(workers, worker_context(__name__), _set_encoder, (encoder,))
     try:
         yield from _ordered_results(pool, iter(chunks), _CHUNKS_PER_WORKER * workers)
     except BrokenProcessPool:

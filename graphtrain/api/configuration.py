@@ -1,0 +1,76 @@
+"""Configurations that functions of the API accept."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphtrain.cache import Cache
+    from graphtrain.config.schema import Config
+    from graphtrain.run.train import RunSummary
+
+    # Path of a file or of the directory of a run; TOML, a string of several lines; tables as a
+    # dict; a loaded configuration; or the summary of a run.
+    Source = str | os.PathLike[str] | Mapping[str, Any] | Config | RunSummary
+
+Settings = Sequence[str] | Mapping[str, Any]  # "section.name=value", or values by name
+
+_logger = logging.getLogger("graphtrain")
+log: Callable[[str], None] = _logger.info
+Observer = Callable[[str, str], None]  # called with the label of a graph and its current stage
+
+
+def observe_nothing(label: str, stage: str) -> None:
+    """Ignore the progress of a compilation."""
+
+
+def load_config(source: Source, *, set: Settings = (), target: str | None = None) -> Config:
+    """Load a configuration.
+
+    Args:
+        source: Path of a file or of the directory of a run; TOML, a string of several lines; tables
+            as a dict; a loaded configuration; or the summary of a run.
+        set: Settings to change: ["run.steps=10"], as --set, or {"run.steps": 10}.
+        target: Machine to compile for, in place of program.target.
+
+    Raises:
+        ConfigError: one line for each problem.
+    """
+    from graphtrain.config.load import load_config as load
+
+    return load(_as_file(source), overrides_of(set), target)
+
+
+def overrides_of(settings: Settings) -> list[str]:
+    """Return settings as --set has them."""
+    from graphtrain.config.render import toml
+
+    if isinstance(settings, Mapping):
+        return [f"{name}={toml(value)}" for name, value in settings.items()]
+    if isinstance(settings, str):
+        return [settings]
+    return list(settings)
+
+
+def _as_file(source: Source) -> Any:
+    """Return the directory in place of the summary of a run."""
+    is_text = isinstance(source, str | os.PathLike | Mapping)
+    return source if is_text else getattr(source, "directory", source)
+
+
+def open_cache(cache: str | os.PathLike[str] | None) -> Cache:
+    """Return the cache in a directory; None for $GRAPHTRAIN_CACHE, else ./cache."""
+    from graphtrain.cache import Cache, default_root
+
+    return Cache(default_root() if cache is None else Path(cache))
+
+
+def name_of(source: Source) -> str:
+    """Return the name of a configuration for messages."""
+    if isinstance(source, str | os.PathLike) and "\n" not in (name := str(source)):
+        return name
+    return "configuration"

@@ -1,0 +1,88 @@
+"""`import graphtrain` in a script of the user, without `if __name__ == "__main__"`."""
+
+import json
+
+import pytest
+
+SCRIPT = """
+import json
+import graphtrain as gt
+
+print("the script runs")
+events = []
+
+
+class Events(gt.Callback):
+    def on_run_start(self, start):
+        events.append(["start", start.step])
+
+    def on_step(self, step, metrics):
+        events.append(["step", step, metrics["loss"]])
+
+    def on_evaluate(self, step, metrics):
+        events.append(["evaluate", step, metrics["validation_loss"]])
+
+    def on_checkpoint(self, step, path):
+        events.append(["checkpoint", step, path.is_dir()])
+
+    def on_run_end(self, summary):
+        events.append(["end", summary.steps])
+
+
+config = gt.load_config("config.toml", set={"run.steps": 6, "run.save_every": 4})
+try:
+    gt.train(config)
+except gt.errors.MissingProgram as error:
+    print("not compiled")
+report = gt.compile(config, jobs=2)
+run = gt.train(config, callbacks=[Events()])
+evaluation = gt.evaluate(run)
+text = gt.generate(run, "def ", max_tokens=3)
+try:
+    gt.train(config, target="cpu:8", compile=True, set={"run.directory": "other"})
+except gt.UserError as error:
+    print(error)
+
+
+class Broken(gt.Callback):
+    def on_step(self, step, metrics):
+        raise ValueError("disk full")
+
+
+try:
+    gt.train(config, callbacks=[Broken()], set={"run.directory": "broken"})
+except gt.errors.CallbackError as error:
+    print(error)
+results = {
+    "events": events,
+    "compiled": report.count("compiled"),
+    "loss": evaluation.validation_loss,
+    "tokens": len(text.tokens),
+    "losses": gt.metrics(run).loss.tolist(),
+}
+print(json.dumps(results))
+"""
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_a_script_compiles_trains_evaluates_and_generates(cold):
+    (cold.path / "script.py").write_text(SCRIPT)
+    process = cold.start_python("script.py")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    started, missing, devices, broken, results = out.splitlines()
+    assert (started, missing) == ("the script runs", "not compiled")
+    assert "cpu:8 needs 8 devices; JAX has 1 in this process" in devices
+    assert broken == "callback Broken.on_step raised ValueError: disk full"
+    found = json.loads(results)
+    losses = [loss for _, loss, _ in cold.curve()]
+    assert found["events"] == [
+        ["start", 0],
+        *[["step", step, loss] for step, loss in enumerate(losses[:5], 1)],
+        ["checkpoint", 4, True],
+        ["step", 6, losses[5]],
+        ["evaluate", 6, found["loss"]],
+        ["checkpoint", 6, True],
+        ["end", 6],
+    ]
+    assert (found["compiled"], found["tokens"], found["losses"]) == (3, 3, losses)
