@@ -193,6 +193,10 @@ class Checkpoints:
             self._opened.reload()
         return destination
 
+    def is_writing(self) -> bool:
+        """Return whether a checkpoint was started and is not complete."""
+        return self._opened is not None and self._opened.is_saving_in_progress()
+
     def wait(self) -> None:
         """Wait until every checkpoint that was started is complete.
 

@@ -432,6 +432,8 @@ class TrainingLoop:
                 self._write, self._journal_position = self.open_journal()  # while it computes
                 opened = True
             self._finish_pending_step()
+            if not self.checkpoints.is_writing():
+                self._report_checkpoint()
             self.data_check.raise_if_damaged()
             if index == self.start + 1 and target.platform == "cpu":
                 use_huge_pages()  # heap of the first step, which has completed
