@@ -13,9 +13,11 @@ with the name to write:
 error: a.toml:6: unknown setting program.model.hidden_size; hidden_size is program.model.embed
 ```
 
-These are the names that it knows, from transformers, TRL, PEFT, MaxText, torchtitan, Megatron-LM
-and NeMo. A similar name does not always have the same unit: `per_device_batch_size` counts
-sequences of one device, `global_batch_size` those of all.
+These are the names that it knows, from transformers, TRL, PEFT, MaxText, torchtitan, Megatron-LM,
+NeMo and MindFormers. A similar name does not always have the same unit: `per_device_batch_size`
+counts sequences of one device, `global_batch_size` those of all. The pages under *Coming from*
+([MaxText](../guides/coming-from/maxtext.md), [torchtitan](../guides/coming-from/torchtitan.md) and
+others) say what differs.
 
 """
 

@@ -4,7 +4,8 @@ A configuration with one of them is refused with the name to write instead. Read
 configuration has been found wrong.
 
 Source: the configuration classes of transformers, TRL and PEFT, MaxText's base.yml, torchtitan's
-job_config.py, Megatron-LM's arguments.py and NeMo's recipes.
+job_config.py, Megatron-LM's arguments.py, NeMo's recipes, the configurations of
+neuronx-distributed-training and of MindFormers.
 """
 
 # Setting of graphtrain: names that people bring.
@@ -15,17 +16,17 @@ NAMES_OF = {
         "ici_data_parallelism dcn_data_parallelism num_replicas ddp"
     ),
     "program.mesh.fsdp": (
-        "dp_shard data_parallel_shard_degree ici_fsdp_parallelism dcn_fsdp_parallelism "
-        "fsdp_size sharding_strategy zero_stage"
+        "dp_shard data_parallel_shard_degree ici_fsdp_parallelism dcn_fsdp_parallelism fsdp_size "
+        "sharding_strategy zero_stage"
     ),
     "program.mesh.tensor": (
         "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree "
-        "tensor_model_parallel_size ici_tensor_parallelism"
+        "tensor_model_parallel_size ici_tensor_parallelism model_parallel"
     ),
     "program.pipeline.schedule": "pipeline_parallel_schedule",
     "program.mesh.stage": (
         "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
-        "pipeline_model_parallel_size ici_pipeline_parallelism num_stages"
+        "pipeline_model_parallel_size ici_pipeline_parallelism num_stages pipeline_stage"
     ),
     "program.mesh.context": (
         "cp cp_size context_parallel context_parallel_size context_parallel_degree "
@@ -35,7 +36,10 @@ NAMES_OF = {
         "ep ep_size expert_parallel expert_parallel_degree expert_model_parallel_size "
         "ici_expert_parallelism"
     ),
-    "program.rules": "logical_axis_rules sharding_rules strategy strategies sequence_parallel",
+    "program.rules": (
+        "logical_axis_rules sharding_rules strategy strategies sequence_parallel zero1 "
+        "shard_optimizer_over_data enable_parallel_optimizer use_seq_parallel"
+    ),
     "program.model.layers": (
         "num_layers n_layer n_layers num_hidden_layers base_num_decoder_layers num_decoder_layers"
     ),
@@ -71,12 +75,10 @@ NAMES_OF = {
     "program.model.rms_norm_offset": "scale_offset apply_layernorm_1p",
     "program.model.qk_norm": "query_key_norm use_qk_norm qk_layernorm",
     "program.model.activation": "hidden_act hidden_activation mlp_activations activation_function",
-    "program.model.bias": "attention_bias add_bias_linear add_qkv_bias use_bias",
+    "program.model.bias": "attention_bias add_bias_linear add_qkv_bias use_bias has_bias",
     "program.model.query_pre_attn_scalar": "score_divisor attention_multiplier",
-    "program.model.attn_logit_softcap": ("score_cap attn_logit_softcapping attn_logits_soft_cap"),
-    "program.model.final_logit_softcap": (
-        "logit_cap final_logit_softcapping final_logits_soft_cap"
-    ),
+    "program.model.attn_logit_softcap": "score_cap attn_logit_softcapping attn_logits_soft_cap",
+    "program.model.final_logit_softcap": "logit_cap final_logit_softcapping final_logits_soft_cap",
     "program.model.tie_word_embeddings": (
         "tied_head tie_embeddings tied_embeddings share_embeddings_and_output_weights "
         "logits_via_embedding"
@@ -84,7 +86,7 @@ NAMES_OF = {
     "program.model.unit_norm_head": "normalised_head normalized_head",
     "program.model.fused_gate_up": "merged_gate fused_mlp",
     "program.model.init_std": "initial_deviation initializer_range init_method_std",
-    "program.model.moe.experts": ("num_experts n_routed_experts num_local_experts num_moe_experts"),
+    "program.model.moe.experts": "num_experts n_routed_experts num_local_experts num_moe_experts",
     "program.model.moe.experts_per_token": (
         "per_token num_experts_per_tok top_k moe_router_topk experts_per_tok"
     ),
@@ -106,7 +108,8 @@ NAMES_OF = {
     ),
     "program.model.remat": (
         "remat_policy gradient_checkpointing activation_checkpointing activation_checkpoint "
-        "recompute recompute_granularity selective_ac_option"
+        "recompute recompute_granularity selective_ac_option activations_checkpoint_granularity "
+        "select_recompute"
     ),
     "program.model.attention": (
         "attn_implementation attention_type use_flash_attention flash_attention attention_backend"
@@ -122,7 +125,7 @@ NAMES_OF = {
     ),
     "program.batch.microbatches": (
         "gradient_accumulation_steps accumulate_grad_batches num_microbatches grad_accum "
-        "num_pipeline_microbatches pipeline_parallel_microbatch_size"
+        "num_pipeline_microbatches pipeline_parallel_microbatch_size micro_batch_num"
     ),
     "program.batch.gradient_reduction": "reduce defer_gradient_reduction",
     "program.batch.cross_document_attention": (
@@ -138,7 +141,7 @@ NAMES_OF = {
         "gradient_clip_val"
     ),
     "program.optimizer.offload_to_host": (
-        "offload cpu_offload optimizer_memory_host_offload offload_optimizer"
+        "offload cpu_offload optimizer_memory_host_offload offload_optimizer enable_cpu_offload"
     ),
     "program.optimizer.moment_dtype": "moments mu_dtype exp_avg_dtype",
     "program.loss.z_loss": "z_loss_multiplier z_loss_weight",
@@ -159,31 +162,53 @@ NAMES_OF = {
     "program.adapter.use_rslora": "root_rank",
     "program.adapter.modules_to_save": "whole",
     "program.adapter.base_dtype": "base load_in_4bit load_in_8bit quantization_config",
-    "run.directory": "output_dir base_output_directory dump_folder save_dir log_dir run_name",
-    "run.steps": "max_steps train_iters training_steps num_train_steps total_steps max_iters",
-    "run.seed": "data_seed random_seed",
-    "run.learning_rate": "lr_scheduler",
+    "run.directory": (
+        "output_dir base_output_directory dump_folder save_dir log_dir run_name exp_dir "
+        "explicit_log_dir"
+    ),
+    "run.steps": (
+        "max_steps train_iters training_steps num_train_steps total_steps max_iters "
+        "num_train_epochs epochs max_epochs"
+    ),
+    "run.seed": "data_seed random_seed init_weights_seed data_shuffle_seed",
+    "run.learning_rate": "lr_scheduler lr_schedule",
     "run.learning_rate.peak": "lr max_lr base_lr init_lr",
-    "run.learning_rate.minimum": "floor min_lr lr_min cosine_learning_rate_final_fraction",
-    "run.learning_rate.warmup_steps": "warmup lr_warmup_iters num_warmup_steps warmup_iters",
+    "run.learning_rate.minimum": (
+        "floor min_lr lr_min cosine_learning_rate_final_fraction learning_rate_final_fraction "
+        "lr_end"
+    ),
+    "run.learning_rate.warmup_steps": (
+        "warmup lr_warmup_iters num_warmup_steps warmup_iters warmup_ratio warmup_steps_fraction"
+    ),
     "run.learning_rate.schedule": (
-        "shape lr_scheduler_type lr_decay_style decay_type learning_rate_schedule"
+        "shape lr_scheduler_type lr_decay_style decay_type learning_rate_schedule lr_schedule_type"
     ),
     "run.init_from": (
         "initial model_name_or_path load_parameters_path initial_load_path pretrained_checkpoint "
-        "pretrained init_from_checkpoint"
+        "pretrained init_from_checkpoint load_checkpoint"
     ),
     "run.init_adapter_from": "initial_adapter adapter_name_or_path",
     "run.report_every": "logging_steps log_interval log_period log_freq log_every_n_steps",
-    "run.save_every": "save_steps save_interval checkpoint_period checkpoint_interval",
-    "run.keep_checkpoints": "save_total_limit keep_latest_k max_to_keep",
+    "run.save_every": (
+        "save_steps save_interval checkpoint_period checkpoint_interval every_n_train_steps "
+        "save_checkpoint_steps"
+    ),
+    "run.keep_checkpoints": (
+        "save_total_limit keep_latest_k max_to_keep max_num_checkpoints_to_keep save_top_k "
+        "keep_checkpoint_max"
+    ),
     "run.evaluate_every": "eval_steps eval_interval val_check_interval eval_freq",
     "run.evaluate_batches": "eval_iters limit_val_batches max_eval_batches",
     "run.tensorboard": "report_to enable_tensorboard tensorboard_dir",
-    "run.data.train": "dataset dataset_name dataset_path train_file data_path train_data_path",
+    "run.data.train": (
+        "dataset dataset_name dataset_path train_file data_path train_data_path data_prefix "
+        "dataset_dir"
+    ),
     "run.data.validation": "eval_dataset validation_file valid_data_path val_dataset",
-    "run.data.packing": "pack_sequences packing_strategy",
+    "run.data.packing": "pack_sequences packing_strategy grain_packing_type",
     "run.data.overlong": "longer truncation",
+    "program.loss.label_smoothing": "dpo_label_smoothing",
+    "program.loss.kind": "use_dpo",
 }
 
 _SETTING_OF = {
