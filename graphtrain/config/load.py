@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from graphtrain.config.datasets import DIRECTORY, apply_data_directory, remove_datasets
 from graphtrain.config.lines import KeyPath
 from graphtrain.config.overrides import parse_overrides
 from graphtrain.config.presets import apply_preset
@@ -44,15 +45,19 @@ def load_config(source: Source, overrides: Sequence[str] = (), target: str | Non
     changes = parse_overrides(overrides, target)
     read = _read_source(source)
     document = read.document
+    if any(change.path == DIRECTORY for change in changes):
+        remove_datasets(document)
     blocked = [change for change in changes if not change.apply(document)]
     apply_preset(document)
+    apply_data_directory(document)
+    vocab_from_data = _take_vocab_from_data(document)
     foreign = set(_foreign((), document))
     errors = []
     try:
         # Through JSON, because the strict schema refuses Python dicts and lists.
         config = TypeAdapter(Config).validate_json(json.dumps(document, default=lambda _: None))
         if not blocked and not foreign:
-            return config
+            return _with_data_vocab(config, read.name) if vocab_from_data else config
     except ValidationError as error:
         errors = error.errors(include_url=False)
 
@@ -116,6 +121,25 @@ def _plain(value: Any) -> Any:
             return os.fspath(value)
         case _:
             return value
+
+
+def _take_vocab_from_data(document: dict[str, Any]) -> bool:
+    """Return whether a native model leaves its vocabulary to the data; then set a placeholder."""
+    program = document.get("program")
+    model = program.get("model") if isinstance(program, dict) else None
+    if not isinstance(model, dict) or model.keys() & {"torch", "hf", "vocab", "vocab_padding"}:
+        return False
+    model["vocab"] = 1
+    return True
+
+
+def _with_data_vocab(config: Config, name: str) -> Config:
+    from graphtrain.config.resolve import with_data_vocab  # not needed if the vocabulary is set
+
+    try:
+        return with_data_vocab(config)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _read(path: Path) -> str:

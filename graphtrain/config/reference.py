@@ -13,7 +13,7 @@ Every setting of a configuration file, made from the code by `graphtrain config 
 setting under `[program]` can change compiled code; a setting under `[run]` cannot. A setting that
 is not required and has no default is unset. `[program.model]` with `torch` or `hf` describes a
 PyTorch or Hugging Face model, else the native model. `preset` replaces the required settings of
-the native model.
+the native model. `vocab` is required only without training data that states it.
 """
 
 
@@ -29,10 +29,11 @@ def _page() -> Iterator[str]:
         if path == ("program", "model"):
             yield from _table("[program.model]", definitions["Model"])
             yield from _table("[program.model] with torch or hf", definitions["TorchModel"])
+        elif path == ("run", "data"):
+            yield from _table("[run.data]", definitions["Data"])
+            yield from _table("[[run.data.train]] of a blend", definitions["BlendPart"])
         elif "properties" in node:
             yield from _table(f"[{dotted(path)}]", node)
-            if path == ("run", "data"):
-                yield from _table("[[run.data.train]] of a blend", definitions["BlendPart"])
 
 
 def _table(title: str, node: Node) -> Iterator[str]:

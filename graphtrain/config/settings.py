@@ -21,11 +21,12 @@ def json_schema() -> Node:
     """Return the JSON schema (draft 2020-12) of a configuration file."""
     root_schema = _schema()
     _with_preset(root_schema["$defs"]["Model"])
+    _with_directory(root_schema["$defs"]["Data"])
     return root_schema
 
 
 def _schema() -> Node:
-    """Return the JSON schema without presets."""
+    """Return the JSON schema without presets and data directories."""
     root_schema = TypeAdapter(schema.Config).json_schema()
     root_schema["$defs"]["Config"] = {
         key: value for key, value in root_schema.items() if key != "$defs"
@@ -36,6 +37,8 @@ def _schema() -> Node:
             _without_null(node)
             if meaning := meanings().get((name, setting)):
                 node["description"] = meaning
+    # Required of a Model, and set from the data by `load_config`.
+    root_schema["$defs"]["Model"]["required"].remove("vocab")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "graphtrain configuration",
@@ -51,6 +54,17 @@ def _with_preset(model: Node) -> None:
         "description": "a published model by name, or a .toml file with a [program.model]",
     }
     model["anyOf"] = [{"required": ["preset"]}, {"required": model.pop("required")}]
+
+
+def _with_directory(data: Node) -> None:
+    """Add `directory`, which stands for the datasets in it, so that `train` is not required."""
+    data["properties"] = {
+        "directory": {
+            "type": "string",
+            "description": "directory made by `data prepare`: stands for its train and validation",
+        }
+    } | data["properties"]
+    data["anyOf"] = [{"required": ["directory"]}, {"required": data.pop("required")}]
 
 
 def _without_null(node: Node) -> None:

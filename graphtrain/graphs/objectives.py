@@ -72,7 +72,13 @@ def token_losses(
         loss, squares = cross_entropy(out, targets, counts)
         return ((loss + z_loss * squares) / total, loss / total), auxiliary
     hidden, head, auxiliary = model.head_inputs(weights, tokens, dropout_key=dropout_key)
-    scored = LossHead(chunk, settings.tie_word_embeddings, settings.final_logit_softcap, z_loss)
+    scored = LossHead(
+        chunk,
+        settings.tie_word_embeddings,
+        settings.final_logit_softcap,
+        z_loss,
+        settings.vocab_tokens,
+    )
     # Divide the weights, not the result: the chunks compute gradients already, and to scale those
     # later would read and write them once more.
     return chunked_cross_entropy(hidden, head, targets, counts / total, scored), auxiliary

@@ -27,6 +27,7 @@ from graphtrain.models.attention.score_mods import soft_cap
 from graphtrain.models.chunk_size import check_chunk
 from graphtrain.models.loss import one_hot_mask, target_scores
 from graphtrain.models.matmul import dot
+from graphtrain.models.vocab_padding import mask_padding
 from lowering.tracing.constrain import constrain, mesh_axes_of, placement, shards_of
 from lowering.tracing.cpu_hints import materialize
 from lowering.tracing.deferred_gradient import as_varying
@@ -45,6 +46,7 @@ class LossHead:
     tied: bool  # the head is (vocab, embed), else (embed, vocab)
     cap: float | None  # soft cap of logits
     z_loss: float
+    vocab_tokens: int | None = None  # rows of the head that stand for a token; None: all
 
     @property
     def head_axes(self) -> tuple[str, str]:
@@ -201,7 +203,9 @@ def _scored(
     hidden, targets, weights = chunk
     with jax.named_scope("head"):
         products = dot(f"nbcse,{scored.letters}->nbcsv", hidden, head, jnp.float32)
-        scores = constrain(soft_cap(products, scored.cap), *_TOKENS, "vocab")
+        capped = soft_cap(products, scored.cap)
+        masked = mask_padding(capped, scored.vocab_tokens or capped.shape[-1])
+        scores = constrain(masked, *_TOKENS, "vocab")
     highest = scores.max(-1)
     powers = materialize(jnp.exp(scores - highest[..., None]))
     total = powers.sum(-1)

@@ -32,6 +32,7 @@ from graphtrain.models.block import (
 )
 from graphtrain.models.matmul import dot
 from graphtrain.models.norms import Norm
+from graphtrain.models.vocab_padding import mask_padding
 from lowering.tracing.constrain import constrain, in_shard_map
 from lowering.tracing.deferred_gradient import attach_reductions
 from sharding_rules.arrays import ArraySpec
@@ -162,7 +163,8 @@ class Decoder(nnx.Module):
         """Return float32 logits (batch, seq, vocab) of normed hidden states (batch, seq, embed)."""
         x, tied = gather_residual(hidden), self.model.tie_word_embeddings
         scores = dot("bse,ve->bsv" if tied else "bse,ev->bsv", x, self.head_weights(), jnp.float32)
-        return constrain(soft_cap(scores, self.model.final_logit_softcap), "batch", "seq", "vocab")
+        capped = soft_cap(scores, self.model.final_logit_softcap)
+        return constrain(mask_padding(capped, self.model.vocab_tokens), "batch", "seq", "vocab")
 
     def head_weights(self) -> jax.Array:
         """Return the LM head's weights (embed, vocab); if tied to the embedding, (vocab, embed)."""

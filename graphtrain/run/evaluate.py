@@ -193,7 +193,7 @@ def checkpoint_loss(
             lambda: validation_batches(
                 run.data,
                 program.settings,
-                program.model.vocab,
+                program.model.vocab_tokens,
                 None,
                 rows=rows,
                 share=index_share(),

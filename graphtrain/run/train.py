@@ -284,7 +284,7 @@ def _open_data(run: Run, program: Program, placement: BatchPlacement, stack: Exi
             global_batch_size=program.batch.global_batch_size,
             seq_len=program.batch.seq_len,
             seed=run.seed,
-            vocab=program.model.vocab,
+            vocab=program.model.vocab_tokens,
             isolate_documents=not program.batch.cross_document_attention,
             packing=run.data.packing,
             overlong=run.data.overlong,
@@ -304,7 +304,12 @@ def _validation(
     from graphtrain.run.evaluate import validation_batches
 
     return validation_batches(
-        run.data, program, program.model.vocab, run.evaluate_batches, rows=rows, share=index_share()
+        run.data,
+        program,
+        program.model.vocab_tokens,
+        run.evaluate_batches,
+        rows=rows,
+        share=index_share(),
     )
 
 

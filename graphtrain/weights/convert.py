@@ -121,8 +121,8 @@ def export_hugging_face(
     weights = open_weights(source, step)
     # For a model trained from scratch, the folder may contain only a tokenizer.
     config = read_config(weights.side) if (weights.side / "config.json").is_file() else None
-    family = family_of_config(config) if config else family_of_model(weights.model)
     model = with_unpadded_vocab(weights.model, config)
+    family = family_of_config(config) if config else family_of_model(model)
     all_layer_weights = list(family.weights(model))
     default_dtype = np.dtype(_config_dtype(config))
     arrays = {}
@@ -251,9 +251,13 @@ def _config_dtype(config: dict[str, Any] | None) -> str:
 
 
 def with_unpadded_vocab(model: Model, config: dict[str, Any] | None) -> Model:
-    """Return the model with the vocabulary size of config.json, if that is smaller."""
-    vocab = (config or {}).get("vocab_size", model.vocab)
-    return replace(model, vocab=min(vocab, model.vocab))
+    """Return the model without rows of the embedding that stand for no token.
+
+    Its vocabulary size is that of config.json, if that is smaller.
+    """
+    tokens = model.vocab_tokens
+    vocab = (config or {}).get("vocab_size") or tokens
+    return replace(model, vocab=min(vocab, tokens), vocab_padding=None)
 
 
 def _remove_padding(path: str, array: np.ndarray, model: Model) -> np.ndarray:

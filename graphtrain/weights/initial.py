@@ -50,7 +50,9 @@ def open_initial_weights(model: Model, run: Run) -> WeightSource | HuggingFaceWe
             f"= {run_model.vocab} is smaller; set it to at least {source_model.vocab}"
         )
     source_model, run_model = (
-        functional_settings(replace(source_model, vocab=run_model.vocab)),
+        functional_settings(
+            replace(source_model, vocab=run_model.vocab, vocab_padding=run_model.vocab_padding)
+        ),
         functional_settings(run_model),
     )
     differences = [

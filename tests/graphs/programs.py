@@ -133,7 +133,7 @@ def batch(of: Program, seed: int = 0) -> dict[str, np.ndarray]:
     sizes = of.batch
     random = np.random.default_rng(seed)
     shape = sizes.microbatches, sizes.global_batch_size // sizes.microbatches, sizes.seq_len
-    tokens = random.integers(0, of.model.vocab, (*shape[:-1], sizes.seq_len + 1), np.int32)
+    tokens = random.integers(0, of.model.vocab_tokens, (*shape[:-1], sizes.seq_len + 1), np.int32)
     weights = (random.random(shape) < np.linspace(0.4, 1, shape[0])[:, None, None]) * 1.0
     made = {
         "tokens": tokens[..., :-1].copy(),

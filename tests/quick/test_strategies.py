@@ -1,5 +1,7 @@
 """One case of each strategy gives the loss and gradients of one device; tests/graphs has more."""
 
+from dataclasses import replace
+
 import pytest
 from programs import LLAMA, program
 from test_context import WAYS as CONTEXT
@@ -12,12 +14,13 @@ from test_zero import WAYS as ZERO
 from graphtrain.config.schema import Batch, Mesh
 
 TWO_MICROBATCHES = Batch(global_batch_size=8, seq_len=16, microbatches=2)
+PADDED = replace(LLAMA, vocab_padding=3)  # all in the last shard of the vocabulary
 STRATEGIES = {
     "data": program(**MESHES["data"]),
     "zero1": program(target="cpu:8", **ZERO["zero1"]),
     "zero2": program(target="cpu:8", **ZERO["zero2"]),
     "fsdp": program(**MESHES["fsdp"]),
-    "tensor": program(**MESHES["tensor"]),
+    "tensor": program(model=PADDED, **MESHES["tensor"]),
     "sequence": program(**MESHES["sequence"]),
     "context": program(target="cpu:8", **CONTEXT["ring 4"]),
     "expert": mixed(DROPLESS, target="cpu:4", mesh=EXPERT["expert"]),

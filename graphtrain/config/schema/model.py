@@ -115,7 +115,8 @@ class Model:
     kv_heads: Positive | None = None  # number of key and value heads; unset: as many as heads
     head_dim: Positive | None = None  # width of a head; unset: embed / heads
     mlp: Positive  # hidden width of the MLP (intermediate size)
-    vocab: Positive  # rows of the embedding; at least the tokenizer's vocabulary size
+    vocab: Positive  # rows of the embedding; unset: vocabulary of the data, padded
+    vocab_padding: Positive | None = None  # last rows that stand for no token: never predicted
     positions: Literal["rope", "learned", "alibi"] = "rope"  # position encoding
     rope_theta: PositiveFloat = 10_000.0  # base of the rotary angles
     rope_scaling: RopeScaling | None = None  # scaling of the rotary angles; unset: none
@@ -146,7 +147,16 @@ class Model:
     attention: AttentionImplementation = "auto"  # flash never stores scores; docs/guides/targets.md
     unroll: Positive = 1  # layers in an iteration of the loop over layers; docs/BENCHMARKS.md
 
+    @property
+    def vocab_tokens(self) -> int:
+        """Number of rows of the embedding that stand for a token."""
+        return self.vocab - (self.vocab_padding or 0)
+
     def __post_init__(self) -> None:
+        if self.vocab_tokens < 1:
+            raise ValueError(
+                f"vocab_padding = {self.vocab_padding} is not below vocab = {self.vocab}"
+            )
         self._set_head_sizes()
         self._check_activation()
         self._check_positions()

@@ -45,6 +45,12 @@ class TorchModel:
         if self.vocab is None:
             raise ValueError("vocab is unknown; set it to the number of rows of the embedding")
 
+    @property
+    def vocab_tokens(self) -> int:
+        """Number of rows of the embedding: any of them may stand for a token."""
+        assert self.vocab is not None
+        return self.vocab
+
     def __hash__(self) -> int:
         return hash(repr(self))  # dictionaries are not hashable
 

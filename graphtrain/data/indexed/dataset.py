@@ -89,7 +89,7 @@ class IndexedDataset:
         self._tokens_path, self._index_path = dataset_paths(prefix)
         for path in (self._tokens_path, self._index_path):
             if not path.is_file():
-                raise DataError(f"{path}: no such file{_hint(self.prefix)}")
+                raise DataError(missing_file(self.prefix, path.suffix))
         self.dtype, sequences, boundaries = self._read_header()
         sizes, pointers, documents = self._read_index(sequences, boundaries)
         offsets = self._sequence_offsets(sizes, pointers)
@@ -218,7 +218,18 @@ class IndexedDataset:
             )
 
 
-def _hint(prefix: str) -> str:
+def missing_file(prefix: str, suffix: str) -> str:
+    """Return the message about a file of a dataset that does not exist, with what is there."""
     if prefix.endswith((".bin", ".idx")):
-        return f"; name the dataset without its suffix: {prefix[:-4]}"
-    return "; prepare the dataset with: graphtrain data prepare"
+        hint = f"name the dataset without its suffix: {prefix[:-4]}"
+    elif names := sorted(path.stem for path in Path(prefix).glob("*.idx")):
+        names = [name for name in names if not name.endswith("_learned")]
+        return (
+            f"{prefix}: is a directory, not a dataset; it holds {', '.join(names)}: name one of "
+            f"them, for example {prefix.rstrip('/')}/{names[0]}"
+        )
+    elif Path(prefix).is_dir():
+        hint = f"{prefix} is a directory without datasets"
+    else:
+        hint = "prepare the dataset with: graphtrain data prepare"
+    return f"{prefix}{suffix}: no such file; {hint}"

@@ -152,7 +152,6 @@ def test_every_problem_is_reported_at_once_with_its_line(file):
         "a.toml:6: program.model.tie_word_embeddings = 1: should be true or false",
         "a.toml:15: run.steps = 10.5: should be a whole number, at least 1",
         "a.toml:9: program.batch: global_batch_size = 4 is not a multiple of microbatches = 3",
-        "a.toml:1: program.model.vocab is missing",
     ]
 
 
@@ -228,7 +227,6 @@ def test_what_is_missing(file):
         "a.toml:1: program.model.embed is missing",
         "a.toml:1: program.model.heads is missing",
         "a.toml:1: program.model.mlp is missing",
-        "a.toml:1: program.model.vocab is missing",
         "a.toml: program.batch is missing; it needs global_batch_size, seq_len",
         "a.toml:2: run.directory is missing",
         "a.toml:2: run.steps is missing",
@@ -236,7 +234,7 @@ def test_what_is_missing(file):
     ]
     file.write_text("")
     assert problems(file, target="cpu:8") == [
-        "a.toml: program.model is missing; it needs layers, embed, heads, mlp, vocab",
+        "a.toml: program.model is missing; it needs layers, embed, heads, mlp",
         "a.toml: program.batch is missing; it needs global_batch_size, seq_len",
         "a.toml: run is missing; it needs directory, steps, data",
     ]

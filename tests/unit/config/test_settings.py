@@ -28,8 +28,10 @@ def test_the_schema_is_one_for_editors():
     assert made["$ref"] == "#/$defs/Config"
     model = made["$defs"]["Model"]
     assert model["additionalProperties"] is False
-    sizes = ["layers", "embed", "heads", "mlp", "vocab"]
+    sizes = ["layers", "embed", "heads", "mlp"]  # the data states the vocabulary
     assert model["anyOf"] == [{"required": ["preset"]}, {"required": sizes}]
+    data = made["$defs"]["Data"]
+    assert data["anyOf"] == [{"required": ["directory"]}, {"required": ["train"]}]
     assert model["properties"]["kv_heads"] == {
         "type": "integer",
         "minimum": 1,
