@@ -31,7 +31,8 @@ def _sections(command: click.Command, path: str, parent: click.Context | None) -
     context = command.context_class(command, parent=parent, info_name=path.rpartition(" ")[2])
     if parent is not None:
         depth = "#" * len(path.split())
-        yield f"{depth} {path}\n\n```text\n{_usage(command, context, path)}\n```\n"
+        yield f"{depth} {path.partition(' ')[2]}\n"
+        yield f"```text\n{_usage(command, context, path)}\n```\n"
         yield _help(command)
         yield _options(command, context)
     if isinstance(command, click.Group):

@@ -22,8 +22,8 @@ SOURCES = "\n## Sources\n\n"
 def page() -> str:
     """Return the page."""
     tables = read_toml(Path(target.__file__).with_name("topologies.toml"))
-    head = ("machine", "platform", "memory", "bandwidth", "bfloat16", "float32", "link", "network",
-            "devices per host")  # fmt: skip
+    head = ("machine", "platform", "memory, GB", "bandwidth, GB/s", "bfloat16, TFLOP/s",
+            "float32, TFLOP/s", "link, GB/s", "network, GB/s", "devices per host")  # fmt: skip
     rows = [_row(name, one) for name, one in tables.items()]
     sources = [(f"`{name}`", one["source"]) for name, one in tables.items()]
     return HEAD + table(head, rows) + SOURCES + table(("machine", "source"), sources)
@@ -33,15 +33,15 @@ def _row(name: str, one: dict[str, Any]) -> tuple[str, ...]:
     return (
         f"`{name}`",
         one["platform"] + (f", simulates {one['simulates']}" if "simulates" in one else ""),
-        _scaled(one.get("memory"), 1e9, "GB"),
-        _scaled(one.get("bandwidth"), 1e9, "GB/s"),
-        _scaled(one["flops"].get("bfloat16"), 1e12, "TFLOP/s"),
-        _scaled(one["flops"].get("float32"), 1e12, "TFLOP/s"),
-        _scaled(one.get("link"), 1e9, "GB/s"),
-        _scaled(one.get("network"), 1e9, "GB/s"),
+        _scaled(one.get("memory"), 1e9),
+        _scaled(one.get("bandwidth"), 1e9),
+        _scaled(one["flops"].get("bfloat16"), 1e12),
+        _scaled(one["flops"].get("float32"), 1e12),
+        _scaled(one.get("link"), 1e9),
+        _scaled(one.get("network"), 1e9),
         str(one.get("group", "")),
     )
 
 
-def _scaled(number: float | None, unit: float, name: str) -> str:
-    return "" if number is None else f"{number / unit:,.4g} {name}"
+def _scaled(number: float | None, unit: float) -> str:
+    return "" if number is None else f"{number / unit:,.4g}"

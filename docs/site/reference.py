@@ -9,6 +9,7 @@ import machines_page
 import metrics_page
 import names_page
 import presets_page
+import python_page
 
 from graphtrain.config.reference import reference as settings_page
 
@@ -20,6 +21,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics_page.page,
     "names-elsewhere.md": names_page.page,
     "presets.md": presets_page.page,
+    "python-functions.md": python_page.page,
     "settings.md": settings_page,
 }
 

@@ -20,13 +20,13 @@ def test_every_command_and_option_is_on_its_page():
     page = (reference.FOLDER / "commands.md").read_text()
     sections = dict(part.partition("\n")[::2] for part in page.split("# ") if part)
     tree = click.Context(_root, info_name="graphtrain").to_info_dict()["command"]
-    for name, options in options_of(tree, "graphtrain"):
+    for name, options in options_of(tree, ""):
         assert {option for option in options if f"`{option}`" not in sections[name]} == set(), name
 
 
 def options_of(command, path):
     for name, inner in command.get("commands", {}).items():
-        inner_path = f"{path} {name}"
+        inner_path = f"{path} {name}".strip()
         options = [one for one in inner["params"] if one["param_type_name"] == "option"]
         yield inner_path, {name for one in options for name in one["opts"]} - {"--help", "-h"}
         yield from options_of(inner, inner_path)
