@@ -19,6 +19,7 @@ from graphtrain.api.programs import compile_missing
 
 if TYPE_CHECKING:
     from graphtrain.api.configuration import Source
+    from graphtrain.checkpoints.checkpoint import StepName
     from graphtrain.run.callbacks import Callback
     from graphtrain.run.evaluate import Evaluation
     from graphtrain.run.generate import Generation
@@ -37,6 +38,7 @@ def train(
     cache: str | os.PathLike[str] | None = None,
     compile: bool = False,
     allow_change: Sequence[str] = (),
+    fresh: bool = False,
     coordinator: str | None = None,
     processes: int | None = None,
     rank: int | None = None,
@@ -55,6 +57,7 @@ def train(
         cache: Directory of compiled programs; None for $GRAPHTRAIN_CACHE, else ./cache.
         compile: Whether to compile missing programs first, in place of MissingProgram.
         allow_change: Settings that may differ from those of the checkpoint.
+        fresh: Start at step 0; a run in the directory is moved to its folder earlier/N.
         coordinator: Address of rank 0, host:port, if the run has several processes.
         processes: Number of processes of the run.
         rank: Rank of this process, from 0.
@@ -86,13 +89,14 @@ def train(
         compile_hint=compile_hint,
         callbacks=callbacks,
         allowed_changes=allow_change,
+        fresh=fresh,
     )
 
 
 def evaluate(
     run: Source,
     *,
-    step: int | None = None,
+    step: StepName = "last",
     bigram: bool = False,
     target: str | None = None,
     set: Settings = (),
@@ -108,7 +112,7 @@ def evaluate(
 
     Args:
         run: Directory or summary of a run, or its configuration in any form.
-        step: Step of the checkpoint; None for the last.
+        step: Step of the checkpoint, "last", or "best", that of the lowest validation loss.
         bigram: Whether to measure a bigram model of the training data too.
         target: Machine to run on, in place of program.target.
         set: Settings to change.
@@ -124,6 +128,7 @@ def evaluate(
     """
     from dataclasses import replace
 
+    from graphtrain.checkpoints.checkpoint import named_step
     from graphtrain.config.resolve import resolve
     from graphtrain.run.evaluate import bigram_loss, checkpoint_loss
     from graphtrain.run.processes import is_rank_zero, join_run
@@ -131,8 +136,9 @@ def evaluate(
     settings = load_config(run, set=set, target=target)
     program = resolve(settings.program)
     join_run(program.target, coordinator, processes, rank)
+    chosen = named_step(Path(settings.run.directory) / "checkpoints", step)
     result = checkpoint_loss(
-        program, settings.run, open_cache(cache), compile_hint=compile_hint, step=step
+        program, settings.run, open_cache(cache), compile_hint=compile_hint, step=chosen
     )
     if bigram and is_rank_zero():
         return replace(result, bigram_loss=bigram_loss(settings))
@@ -149,7 +155,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     bos: bool | None = None,
-    step: int | None = None,
+    step: StepName = "last",
     target: str | None = None,
     set: Settings = (),
     cache: str | os.PathLike[str] | None = None,
@@ -169,7 +175,7 @@ def generate(
         seed: Seed of the sampling.
         bos: Whether the prompt begins with the beginning-of-sequence token; None: as the training
             documents do.
-        step: Step of the checkpoint; None for the last.
+        step: Step of the checkpoint, "last", or "best", that of the lowest validation loss.
         target: Machine to run on, in place of program.target.
         set: Settings to change.
         cache: Directory of compiled programs; None for $GRAPHTRAIN_CACHE, else ./cache.
@@ -178,6 +184,7 @@ def generate(
     Raises:
         UserError: something that the user can change; its text says what.
     """
+    from graphtrain.checkpoints.checkpoint import named_step
     from graphtrain.config.resolve import resolve
     from graphtrain.run.generate import Generation, Generator, Sampling, encode_prompt
     from graphtrain.run.prompt import prompt_prefix, run_tokenizer
@@ -188,7 +195,8 @@ def generate(
     prompt_tokens = encode_prompt(tokenizer, prompt, prefix)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     program = resolve(settings.program)
-    generator = Generator(program, settings.run, open_cache(cache), observe, step)
+    chosen = named_step(Path(settings.run.directory) / "checkpoints", step)
+    generator = Generator(program, settings.run, open_cache(cache), observe, chosen)
     tokens: list[int] = []
     for token in generator.tokens(prompt_tokens, max_tokens, sampling, tokenizer.vocab):
         if token == tokenizer.eod:

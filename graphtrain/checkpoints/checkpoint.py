@@ -4,12 +4,12 @@ Orbax is imported when the first checkpoint is saved or restored, not at the sta
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from graphtrain.errors import TrainingError
 from graphtrain.graphs.open_model import open_language_model
 from lowering.trees import Tree, flatten
 from lowering.xla import distributed
+
+StepName = int | Literal["last", "best"] | None  # None is the last
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,57 @@ def saved_steps(directory: Path) -> list[int]:
     return private_orbax.complete_steps(directory)
 
 
+def named_step(directory: Path, step: StepName) -> int | None:
+    """Return the step of a checkpoint that a name stands for; None for the last.
+
+    Raises:
+        TrainingError: the best is asked for, and no checkpoint has a validation loss.
+    """
+    if step == "best":
+        return best_step(directory)
+    return None if step == "last" else step
+
+
+def best_step(directory: Path) -> int:
+    """Return the step of the checkpoint with the lowest validation loss; the newest of several.
+
+    Raises:
+        TrainingError: no checkpoint was saved with a validation loss.
+    """
+    losses = _saved_validation_losses(directory)
+    if not losses:
+        raise TrainingError(
+            f"no checkpoint in {directory} was saved with a validation loss; set "
+            "run.data.validation and run.evaluate_every (run.keep_best saves after every "
+            "evaluation with a lower loss)"
+        )
+    return _lowest(losses)
+
+
+def _lowest(losses: Mapping[int, float]) -> int:
+    return min(losses, key=lambda step: (losses[step], -step))
+
+
+def _saved_validation_losses(directory: Path) -> dict[int, float]:
+    """Return the validation loss by step, of the checkpoints that were saved with one."""
+    losses = {step: read_checkpoint_info(directory, step) for step in saved_steps(directory)}
+    return {
+        step: info.validation_loss
+        for step, info in losses.items()
+        if info.validation_loss is not None
+    }
+
+
 class Checkpoints:
     """Checkpoints of one run, saved in the background."""
 
     def __init__(
-        self, directory: Path, max_to_keep: int, arrangement: LayerOrder | None = None
+        self,
+        directory: Path,
+        max_to_keep: int,
+        arrangement: LayerOrder | None = None,
+        *,
+        keep_best: bool = False,
     ) -> None:
         """Open the checkpoints in a directory, which the first save creates.
 
@@ -96,14 +144,25 @@ class Checkpoints:
             max_to_keep: Number of checkpoints to retain; older ones are deleted.
             arrangement: Order of the layer rows. Without it, checkpoints with another order cannot
                 be restored.
+            keep_best: Whether to retain the checkpoint with the lowest validation loss too.
         """
+        self._keep_best = keep_best
         self._named = directory  # as in messages
         self._directory = directory.absolute()  # Orbax requires an absolute path
         self._keep = max_to_keep
         self._arrangement = arrangement
         self._opened: Any = None
+        self._validation_losses: dict[int, float] = {}
 
-    def save(self, step: int, state: Tree, loader: Mapping[str, Any], **records: Any) -> None:
+    def save(
+        self,
+        step: int,
+        state: Tree,
+        loader: Mapping[str, Any],
+        *,
+        validation_loss: float | None = None,
+        **records: Any,
+    ) -> None:
         """Start saving; return when the arrays are copied, before they are written to disk.
 
         A background thread writes the files, their manifest, and renames the directory: a
@@ -113,6 +172,7 @@ class Checkpoints:
             step: Number of completed steps.
             state: Arrays on the devices.
             loader: Position of the data loader.
+            validation_loss: Validation loss of this state, if it was evaluated.
             records: More JSON values to keep, by the name of their field in `CheckpointInfo`.
 
         Raises:
@@ -121,6 +181,8 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         metadata: dict[str, Any] = {"loader": dict(loader), "arrays": _arrays(state), **records}
+        if validation_loss is not None:
+            metadata["validation_loss"] = validation_loss
         if self._arrangement is not None and self._arrangement.rows is not None:
             metadata["rows"] = self._arrangement.rows
         items = ocp.args.Composite(
@@ -129,7 +191,10 @@ class Checkpoints:
         with checkpoint_errors(
             self._directory, "written; free disk space, or set run.directory to another location"
         ):
-            self._manager().save(step, args=items)
+            manager = self._manager()
+            if validation_loss is not None:
+                self._validation_losses[step] = validation_loss
+            manager.save(step, args=items)
 
     def restore(self, step: int, described: Tree) -> RestoredState:
         """Load a checkpoint, or part of it, with the shapes, dtypes and shardings described.
@@ -223,6 +288,14 @@ class Checkpoints:
             ):
                 self._opened.close()
 
+    def _kept_steps(self, steps: list[int]) -> set[int]:
+        """Return those of the steps whose checkpoints are retained."""
+        kept = set(sorted(steps)[-self._keep :])
+        losses = {step: loss for step, loss in self._validation_losses.items() if step in steps}
+        if self._keep_best and losses:
+            kept.add(_lowest(losses))
+        return kept
+
     def _restore(self, step: int, **items: Any) -> Any:
         import orbax.checkpoint as ocp
 
@@ -234,6 +307,8 @@ class Checkpoints:
 
             self._directory.mkdir(parents=True, exist_ok=True)
             registry = private_orbax.whole_shard_handlers()
+            if self._keep_best:
+                self._validation_losses = _saved_validation_losses(self._directory)
             self._opened = ocp.CheckpointManager(
                 self._directory,
                 item_handlers={
@@ -241,13 +316,24 @@ class Checkpoints:
                     "about": ocp.JsonCheckpointHandler(),
                 },
                 options=ocp.CheckpointManagerOptions(
-                    max_to_keep=self._keep,
+                    preservation_policy=_Preservation(self._kept_steps),
                     create=False,
                     multiprocessing_options=private_orbax.synchronization(distributed.count()),
                     temporary_path_class=private_orbax.before_commit(write_manifest),
                 ),
             )
         return self._opened
+
+
+@dataclass(frozen=True)
+class _Preservation:
+    """Preservation policy of Orbax: which checkpoints are retained."""
+
+    kept_steps: Callable[[list[int]], set[int]]  # of all complete steps, those to retain
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        kept = self.kept_steps([info.step for info in checkpoints])
+        return [info.step in kept for info in checkpoints]
 
 
 @dataclass(frozen=True)
@@ -261,6 +347,7 @@ class CheckpointInfo:
     identity: dict[str, Any] = field(default_factory=dict)
     changes: list[dict[str, Any]] = field(default_factory=list)  # permitted by --allow-change
     journal: dict[str, Any] | None = None  # size and digest of metrics.jsonl up to this step
+    validation_loss: float | None = None  # of this step, if it was evaluated
 
 
 def read_checkpoint_info(directory: Path, step: int) -> CheckpointInfo:
@@ -280,6 +367,7 @@ def read_checkpoint_info(directory: Path, step: int) -> CheckpointInfo:
             metadata.get("identity", {}),
             metadata.get("changes", []),
             metadata.get("journal"),
+            metadata.get("validation_loss"),
         )
 
 

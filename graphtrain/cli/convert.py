@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphtrain.cli.options import LocalPath, json_option
+from graphtrain.cli.options import LocalPath, json_option, step_option
 from graphtrain.cli.usage import Group
 
 if TYPE_CHECKING:
+    from graphtrain.checkpoints.checkpoint import StepName
     from graphtrain.weights.convert import ConversionSummary, Progress
 
 _DIRECTORY = LocalPath()
@@ -78,17 +79,13 @@ def megatron_to_graphtrain(
 @command.command("graphtrain-to-hf")
 @click.argument("source", type=_DIRECTORY)
 @click.argument("destination", type=_DIRECTORY)
-@click.option(
-    "--step",
-    type=click.IntRange(0),
-    help="Step of the checkpoint to convert. [default: the last]",
-)
+@step_option
 @click.option(
     "--adapter", is_flag=True, help="Write only the trained LoRA adapter, in the format of PEFT."
 )
 @json_option
 def graphtrain_to_hf(
-    source: Path, destination: Path, step: int | None, adapter: bool, as_json: bool
+    source: Path, destination: Path, step: StepName, adapter: bool, as_json: bool
 ) -> None:
     """Convert SOURCE to DESTINATION, a Hugging Face model directory.
 
@@ -96,15 +93,18 @@ def graphtrain_to_hf(
     template are those of the initial weights. A trained LoRA adapter is merged into the weights;
     with --adapter it is written alone, in the format of PEFT.
     """
+    from graphtrain.checkpoints.checkpoint import named_step
+
+    chosen = named_step(source / "checkpoints", step)
     if adapter:
         from graphtrain.weights.peft import export_peft
 
-        _print_summary(export_peft(source, destination, step), destination, as_json)
+        _print_summary(export_peft(source, destination, chosen), destination, as_json)
         return
     from graphtrain.weights.convert import export_hugging_face
 
     with _progress() as show:
-        summary = export_hugging_face(source, destination, show, step)
+        summary = export_hugging_face(source, destination, show, chosen)
     _print_summary(summary, destination, as_json)
 
 
@@ -119,13 +119,9 @@ def graphtrain_to_hf(
     help="Configuration of the new run, or the strategy (.json) that graphtrain plan "
     "--save-strategy wrote.",
 )
-@click.option(
-    "--step",
-    type=click.IntRange(0),
-    help="Step of the checkpoint to convert. [default: the last]",
-)
+@step_option
 @json_option
-def reshard(source: Path, destination: Path, to: Path, step: int | None, as_json: bool) -> None:
+def reshard(source: Path, destination: Path, to: Path, step: StepName, as_json: bool) -> None:
     """Convert a checkpoint of the run SOURCE to another mesh or pipeline, as the run DESTINATION.
 
     graphtrain run does the same each time that it loads a checkpoint of another mesh; this command
@@ -133,11 +129,13 @@ def reshard(source: Path, destination: Path, to: Path, step: int | None, as_json
     """
     import jax
 
+    from graphtrain.checkpoints.checkpoint import named_step
     from graphtrain.checkpoints.reshard import reshard as make
 
     jax.config.update("jax_platforms", "cpu")  # Orbax would initialize an accelerator
+    chosen = named_step(source / "checkpoints", step)
     with _progress() as show:
-        summary = make(source, destination, to, show, step)
+        summary = make(source, destination, to, show, chosen)
     if as_json:
         _print_summary_json(summary, destination)
         return

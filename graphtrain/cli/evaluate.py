@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,8 +15,12 @@ from graphtrain.cli.options import (
     json_option,
     overrides_option,
     process_options,
+    step_option,
     target_option,
 )
+
+if TYPE_CHECKING:
+    from graphtrain.checkpoints.checkpoint import StepName
 
 
 @click.command("evaluate")
@@ -24,7 +29,7 @@ from graphtrain.cli.options import (
 @overrides_option
 @cache_option
 @process_options
-@click.option("--step", type=click.IntRange(0), help="Step of the checkpoint. [default: the last]")
+@step_option
 @click.option(
     "--bigram",
     is_flag=True,
@@ -39,7 +44,7 @@ def command(
     coordinator: str | None,
     count: int | None,
     rank: int | None,
-    step: int | None,
+    step: "StepName",
     bigram: bool,
     as_json: bool,
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,8 +12,12 @@ from graphtrain.cli.options import (
     config_argument,
     json_option,
     overrides_option,
+    step_option,
     target_option,
 )
+
+if TYPE_CHECKING:
+    from graphtrain.checkpoints.checkpoint import StepName
 
 
 @click.command("generate")
@@ -52,7 +57,7 @@ from graphtrain.cli.options import (
     help="Begin the prompt with the beginning-of-sequence token. [default: as the documents of "
     "run.data.train begin; without them, as the tokenizer does by itself]",
 )
-@click.option("--step", type=click.IntRange(0), help="Step of the checkpoint. [default: the last]")
+@step_option
 @target_option
 @overrides_option
 @cache_option
@@ -66,7 +71,7 @@ def command(
     top_p: float | None,
     seed: int,
     bos: bool | None,
-    step: int | None,
+    step: "StepName",
     target: str | None,
     overrides: Sequence[str],
     cache: Path,

@@ -52,6 +52,31 @@ class ConfigPath(LocalPath):
         return config_file(Path(str(super().convert(value, param, ctx))))
 
 
+class StepName(click.ParamType):
+    """Step of a checkpoint: a number, "last" or "best"."""
+
+    name = "step"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "[N|last|best]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in ("last", "best") or isinstance(value, int):
+            return value
+        if value.isascii() and value.isdigit() and len(value) < 19:
+            return int(value)
+        self.fail(f"{value!r} is not a step; write a number, last or best", param, ctx)
+
+
+step_option = click.option(
+    "--step",
+    type=StepName(),
+    default="last",
+    show_default=True,
+    help="Step of the checkpoint; best is that of the lowest validation loss.",
+)
+
+
 config_argument = click.argument("config", metavar="CONFIG|RUN", type=ConfigPath())
 
 overrides_option = click.option(

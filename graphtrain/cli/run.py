@@ -20,7 +20,7 @@ from graphtrain.cli.terminal import say
 from lowering.machine import startup
 
 if TYPE_CHECKING:
-    from graphtrain.config.schema import Config
+    from graphtrain.config.schema import Config, Run
     from graphtrain.run.train import RunSummary
 
 _SIGNAL_STATUS = 128  # plus the signal number, the convention of shells
@@ -45,6 +45,11 @@ _SIGNAL_STATUS = 128  # plus the signal number, the convention of shells
     metavar="NAME",
     help="Resume although this setting, or data, differs from the checkpoint. Repeatable.",
 )
+@click.option(
+    "--fresh",
+    is_flag=True,
+    help="Start at step 0; the run in the directory, if any, is moved to its folder earlier/N.",
+)
 def command(
     config: Path,
     target: str | None,
@@ -55,6 +60,7 @@ def command(
     rank: int | None,
     compile_missing: bool,
     allowed_changes: Sequence[str],
+    fresh: bool,
 ) -> None:
     """Train CONFIG from compiled programs, and from the last checkpoint if there is one.
 
@@ -76,6 +82,7 @@ def command(
             callbacks=[progress],
             cache=cache,
             allow_change=allowed_changes,
+            fresh=fresh,
             coordinator=coordinator,
             processes=count,
             rank=rank,
@@ -85,12 +92,12 @@ def command(
     from graphtrain.run.processes import is_rank_zero
 
     if is_rank_zero():
-        click.echo(_format_summary(summary))
+        click.echo(_format_summary(summary, run))
     if summary.stopped_by:
         import signal
 
         sys.exit(_SIGNAL_STATUS + signal.Signals[summary.stopped_by])
-    if is_rank_zero():
+    if is_rank_zero() and summary.steps != summary.resumed_from:
         print_curve(summary.directory)
 
 
@@ -108,10 +115,10 @@ def _compile_missing(settings: "Config", config: Path, cache: Path) -> None:
         sys.exit(error.exit_status)
 
 
-def _format_summary(summary: "RunSummary") -> str:
-    loss, directory = summary.validation_loss, summary.directory
-    loss_text = "" if loss is None else f", validation loss {loss:.4f}"
-    if summary.stopped_by and summary.steps == (summary.resumed_from or 0):
+def _format_summary(summary: "RunSummary", run: "Run") -> str:
+    """Say in one line how a run ended."""
+    directory, start = summary.directory, summary.resumed_from
+    if summary.stopped_by and summary.steps == (start or 0):
         return (
             f"stopped by {summary.stopped_by} before step {summary.steps + 1}; the same command "
             "starts there again"
@@ -121,7 +128,22 @@ def _format_summary(summary: "RunSummary") -> str:
             f"stopped by {summary.stopped_by} after step {summary.steps}; saved in {directory}; "
             "the same command resumes from there"
         )
-    resumed = "" if summary.resumed_from is None else f" (resumed from {summary.resumed_from})"
+    if summary.stopped_early:
+        return (
+            f"stopped early after step {summary.steps}: no lower validation loss in "
+            f"{run.early_stopping_patience} evaluations since step {summary.best_step}; saved in "
+            f"{directory}; a higher run.early_stopping_patience trains on"
+        )
+    if summary.steps == start and summary.validation_loss is None:
+        return (
+            f"{directory} already has {start} steps; set run.steps to more to train on, or start "
+            "again with --fresh"
+        )
+    loss = summary.validation_loss
+    loss_text = "" if loss is None else f", validation loss {loss:.4f}"
+    if summary.best_step not in (None, summary.steps):
+        loss_text += f" (lowest at step {summary.best_step})"
+    resumed = "" if start is None else f" (resumed from {start})"
     return f"trained {summary.steps} steps{resumed}{loss_text}; saved in {directory}"
 
 

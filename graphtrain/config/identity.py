@@ -56,8 +56,10 @@ EXECUTION = frozenset(
         "run.report_every",
         "run.save_every",
         "run.keep_checkpoints",
+        "run.keep_best",
         "run.evaluate_every",
         "run.evaluate_batches",
+        "run.early_stopping_patience",
         "run.tensorboard",
         "run.watchdog",
     }

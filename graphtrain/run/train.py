@@ -36,6 +36,7 @@ from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.resume import Resumption, data_changed, identity_of, schedule_note, write_config
 from graphtrain.run.signals import StopRequest, stop_requests
 from graphtrain.run.stalls import COMPUTING, DATA, EVALUATING, SAVING
+from graphtrain.run.validation_history import ValidationHistory, recorded_history
 from graphtrain.run.watchdog import Watchdog, watched
 from lowering.machine import host, startup
 from lowering.machine.memory_pages import use_huge_pages
@@ -59,6 +60,8 @@ class RunSummary:
     resumed_from: int | None  # step of the checkpoint; None for a new run
     validation_loss: float | None  # of the last evaluation
     stopped_by: str | None  # name of the signal that stopped it, for example "SIGTERM"
+    best_step: int | None = None  # step of the lowest validation loss
+    stopped_early: bool = False  # run.early_stopping_patience evaluations were not lower
 
     def _repr_html_(self) -> str:
         facts = vars(self) | {"resumed_from": self.resumed_from or None}
@@ -73,6 +76,7 @@ def train(
     compile_hint: str,
     callbacks: Sequence[Callback] = (),
     allowed_changes: Sequence[str] = (),
+    fresh: bool = False,
 ) -> RunSummary:
     """Train up to run.steps with compiled programs, from the last checkpoint if there is one.
 
@@ -83,6 +87,7 @@ def train(
         compile_hint: command that compiles missing programs, for error messages.
         callbacks: called on rank 0 with what happens.
         allowed_changes: settings whose values may differ from those of the checkpoint.
+        fresh: start at step 0; what the directory contains is moved to its folder earlier/.
 
     Raises:
         CallbackError: a callback cannot be used, or raised an exception.
@@ -101,10 +106,18 @@ def train(
         on_all_ranks(
             lambda: stack.enter_context(locked_run_directory(directory)) if is_rank_zero else None
         )
+        if fresh:
+            on_all_ranks(lambda: _set_aside(directory) if is_rank_zero else None)
         config = Config(program=program.settings, run=run)
         identity = on_all_ranks(lambda: identity_of(config))
         resumption = Resumption(directory, identity, allowed_changes)
         saved = bool(resumption.steps)
+        history = recorded_history(directory, resumption.start)
+        evaluation_owed = saved and is_evaluation_owed(run, resumption.start)
+        stalled = history.has_stalled(run.early_stopping_patience)
+        if (resumption.start >= run.steps or stalled) and not evaluation_owed:
+            start = resumption.start
+            return RunSummary(directory, start, start, None, None, history.best_step, stalled)
         initial_weights = on_all_ranks(lambda: InitialWeights.open(program, run, resuming=saved))
         names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
         programs = on_all_ranks(lambda: LoadedPrograms(program, cache, names, compile_hint))
@@ -118,7 +131,10 @@ def train(
         prefaulted_bytes = prefault.stop()
         baseline_bytes = host.reset_peak() - prefaulted_bytes
         checkpoints = Checkpoints(
-            directory / "checkpoints", run.keep_checkpoints, layer_order_of(program)
+            directory / "checkpoints",
+            run.keep_checkpoints,
+            layer_order_of(program),
+            keep_best=run.keep_best,
         )
         stack.callback(checkpoints.close)
         restored = None
@@ -169,13 +185,21 @@ def train(
             {"identity": identity, "changes": changes},
             stop,
             watchdog,
+            history,
         )
         startup.resume_garbage_collection()
         watchdog.collective = largest_collective(step.record)
         with watchdog.reporting_errors():
-            return loop.run_steps(
-                state, evaluate_first=bool(saved) and is_evaluation_owed(run, start)
-            )
+            return loop.run_steps(state, evaluate_first=evaluation_owed)
+
+
+def _set_aside(directory: Path) -> None:
+    """Move the run in a directory away, and say where it is."""
+    from graphtrain.run.earlier_runs import set_aside
+
+    destination = set_aside(directory)
+    if destination is not None:
+        warnings.warn(f"moved the earlier run to {destination}", stacklevel=1)
 
 
 def _preallocate_memory(programs: LoadedPrograms, target: Target) -> startup.MemoryPrefault:
@@ -392,6 +416,7 @@ class TrainingLoop:
     records: dict[str, Any]  # kept in every checkpoint: what the run is, and permitted changes
     stop: StopRequest
     watchdog: Watchdog
+    history: ValidationHistory
     _write: Report = field(init=False)
     _journal_position: JournalPosition = field(init=False)
     # Last started step: its number, metrics, learning rate, and seconds waited for data.
@@ -423,9 +448,9 @@ class TrainingLoop:
         if evaluate_first:
             self._write, self._journal_position = self.open_journal()
             opened = True
-            validation = self._validate(self.start, state)
+            validation, _ = self._evaluate(self.start, state)
         for index in range(self.start, run.steps):
-            if stop.signal is not None:  # in the first evaluation
+            if stop.signal is not None or self._has_stalled():  # in the first evaluation
                 break
             rate = learning_rate(run.learning_rate, run.steps, index)
             watchdog.move(DATA, index + 1)
@@ -444,14 +469,17 @@ class TrainingLoop:
                 use_huge_pages()  # heap of the first step, which has completed
             self._pending = completed_steps, outputs["metrics"], rate, waited
             last = completed_steps == run.steps
+            evaluated, is_best = None, False
             if is_evaluation_due(run, completed_steps):
-                validation = self._validate(completed_steps, state)
-            stopping = stop.should_stop()
-            if last or completed_steps % run.save_every == 0 or stopping:
+                evaluated, is_best = self._evaluate(completed_steps, state)
+                validation = evaluated
+            stopping = stop.should_stop() or self._has_stalled()
+            saving = last or completed_steps % run.save_every == 0 or stopping
+            if saving or (is_best and run.keep_best):
                 self._finish_pending_step()  # checks that the loss is finite before saving
                 self.data_check.raise_if_damaged()
                 watchdog.move(SAVING, completed_steps)
-                self._save(completed_steps, state)
+                self._save(completed_steps, state, evaluated)
             if stopping:
                 break
         self._finish_pending_step()
@@ -469,14 +497,24 @@ class TrainingLoop:
         )
         stopped = stop.signal.name if stop.signal and not is_complete else None
         return RunSummary(
-            Path(run.directory), completed_steps, self.start or None, validation, stopped
+            Path(run.directory),
+            completed_steps,
+            self.start or None,
+            validation,
+            stopped,
+            self.history.best_step,
+            stopped is None and completed_steps < run.steps,
         )
 
-    def _save(self, completed_steps: int, state: Tree) -> None:
+    def _has_stalled(self) -> bool:
+        return self.history.has_stalled(self.run.early_stopping_patience)
+
+    def _save(self, completed_steps: int, state: Tree, validation_loss: float | None) -> None:
         self.checkpoints.save(  # waits until the previous one is complete
             completed_steps,
             lowering.backend(self.program.target).checkpoint_arrays(state),
             self.loader.state(),
+            validation_loss=validation_loss,
             journal=self._journal_position(),
             **self.records,
         )
@@ -563,6 +601,11 @@ class TrainingLoop:
             "program.optimizer.clip_norm (and permit it with --allow-change NAME), or take these "
             "documents out of the data"
         )
+
+    def _evaluate(self, completed_steps: int, state: Tree) -> tuple[float | None, bool]:
+        """Return the validation loss, None if it was given up, and whether it is the lowest."""
+        loss = self._validate(completed_steps, state)
+        return loss, loss is not None and self.history.add(completed_steps, loss)
 
     def _validate(self, completed_steps: int, state: Tree) -> float | None:
         run = self.run

@@ -81,7 +81,7 @@ MUTANTS = {
         "graphtrain/graphs/build.py",
         "return token_losses(program, combined, batch)[0][1], weights.sum()",
         "return token_losses(program, combined, batch)[0][1], weights.size * 1.0",
-        ("tests/unit/test_evaluate.py", "tests/graphs/test_training.py"),
+        ("tests/graphs/test_training.py::test_masked_targets_do_not_count",),
     ),
     "LoRA scale twice as large": Mutant(
         "graphtrain/models/lora/layers.py",

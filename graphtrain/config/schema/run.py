@@ -85,8 +85,10 @@ class Run:
     report_every: Positive = 10  # steps between reports of metrics
     save_every: Positive = 1000  # steps between checkpoints; the last step is always saved
     keep_checkpoints: Positive = 3  # number of newest checkpoints to keep
+    keep_best: bool = False  # save and keep the checkpoint with the lowest validation loss too
     evaluate_every: Positive | None = None  # steps between evaluations; unset: after the last step
     evaluate_batches: Positive | None = None  # batches per evaluation; unset: the entire dataset
+    early_stopping_patience: Positive | None = None  # evaluations without a lower loss, then stop
     tensorboard: bool = True  # write TensorBoard event files too
 
     def __post_init__(self) -> None:
@@ -95,3 +97,7 @@ class Run:
                 f"learning_rate.warmup_steps = {self.learning_rate.warmup_steps} is more than "
                 f"steps = {self.steps}"
             )
+        if self.data.validation is None:
+            for name in ("keep_best", "early_stopping_patience"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} needs data.validation, which is not set")

@@ -1,0 +1,60 @@
+"""The checkpoint of the lowest validation loss, early stopping, and starting again."""
+
+# Grows to a rate at which the validation loss rises again after a few evaluations.
+OVERFIT = [
+    "--set", "run.learning_rate.schedule=constant", "--set", "run.learning_rate.peak=0.3",
+    "--set", "run.learning_rate.warmup_steps=14", "--set", "run.evaluate_every=2",
+    "--set", "run.keep_checkpoints=1", "--set", "run.steps=40", "--set", "run.save_every=100",
+]  # fmt: skip
+PATIENCE = ["--set", "run.keep_best=true", "--set", "run.early_stopping_patience=3"]
+
+
+def saved(place, directory="run"):
+    return sorted(int(path.name) for path in (place.path / directory / "checkpoints").iterdir())
+
+
+def validation_losses(place):
+    return {r["step"]: r["validation_loss"] for r in place.journal() if "validation_loss" in r}
+
+
+def test_a_run_stops_early_and_keeps_its_best_checkpoint(place):
+    out, _ = place.command("run", "config.toml", *OVERFIT, *PATIENCE)
+    losses = validation_losses(place)
+    best, last = min(losses, key=losses.get), max(losses)
+    assert last == best + 6 < 40
+    assert f"stopped early after step {last}" in out and f"since step {best}" in out
+    assert saved(place) == [best, last]
+    out, _ = place.command("run", "config.toml", *OVERFIT, *PATIENCE)
+    assert "stopped early" in out and validation_losses(place) == losses
+
+    out, _ = place.command("evaluate", "run", "--step", "best", "--json")
+    assert f'"step": {best}' in out
+
+    more = [*PATIENCE[:2], "--set", "run.early_stopping_patience=4"]
+    out, _ = place.command("run", "config.toml", *OVERFIT, *more)
+    assert f"stopped early after step {last + 2}" in out
+    assert saved(place) == [best, last + 2]  # the best of an earlier process stays too
+
+
+def test_a_complete_run_says_so_and_fresh_starts_again(place):
+    words = ["config.toml", "--set", "run.steps=4"]
+    place.command("run", *words)
+    first = place.curve()
+    out, _ = place.command("run", *words)
+    assert "run already has 4 steps" in out and "trained" not in out
+
+    (place.path / "run/notes.txt").write_text("mine")
+    _, err = place.command("run", *words, "--fresh", "--set", "run.seed=1")
+    assert "moved the earlier run to run/earlier/1" in err
+    assert place.curve() != first
+    assert place.curve("run/earlier/1") == first
+    assert (place.path / "run/earlier/1/notes.txt").read_text() == "mine"
+
+
+def test_best_needs_an_evaluated_checkpoint(place):
+    none = ["--set", "run.data={train='data/train'}", "--set", "run.steps=4"]
+    place.command("run", "config.toml", *none)
+    _, err = place.command("convert", "graphtrain-to-hf", "run", "out", "--step", "best", status=2)
+    assert "no checkpoint in run/checkpoints was saved with a validation loss" in err
+    _, err = place.command("run", "config.toml", *none, "--set", "run.keep_best=true", status=2)
+    assert "keep_best needs data.validation" in err
