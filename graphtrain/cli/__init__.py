@@ -31,6 +31,7 @@ _COMMAND_HELP = {
     "evaluate": "Measure the validation loss of a checkpoint.",
     "extract": "Compile the graphs of a torch-xla script, without training.",
     "generate": "Generate text that continues a prompt.",
+    "init": "Start a project: prepare data and write a configuration for it.",
     "launch": "Compile and train on a cluster with Slurm or Kubernetes.",
     "neuron": "Compile, inspect and clean caches and bundles for AWS Neuron.",
     "plan": "Show the memory, communication and time of each device.",

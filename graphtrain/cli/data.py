@@ -162,7 +162,7 @@ def tokenizer(output: Path, kind: str, vocab: int, special: tuple[str, ...], **c
     from graphtrain.data.tokenizers.train import train_tokenizer
 
     inputs = corpus.pop("inputs")
-    with _progress() as report:
+    with progress() as report:
         trained = train_tokenizer(
             inputs, output, kind, vocab, special=special, report=report, **corpus
         )
@@ -207,9 +207,9 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
     """
     from graphtrain.data.prepare.text import prepare as prepare_data
 
-    with _progress() as report:
+    with progress() as report:
         datasets = prepare_data(inputs, output, tokenizer, report=report, **settings)
-    _print_splits(datasets, output, _documents)
+    _print_splits(datasets, output, documents)
     if datasets.omitted_text:
         say(f"note: {datasets.omitted_text}")
 
@@ -267,7 +267,7 @@ def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings:
     """
     from graphtrain.data.prepare.instructions import instruct as instruct_data
 
-    with _progress() as report:
+    with progress() as report:
         datasets = instruct_data(inputs, output, tokenizer, report=report, **settings)
     _print_splits(datasets, output, _conversations)
     if datasets.skipped_records:
@@ -299,7 +299,8 @@ def _totals(totals: Any) -> str:
     return f"{counted(totals['documents'], 'document')}, {counted(totals['tokens'], 'token')}"
 
 
-def _documents(split: Any) -> str:
+def documents(split: Any) -> str:
+    """Return the numbers of documents, tokens and the vocabulary of a split."""
     documents, tokens = counted(split.documents, "document"), counted(split.tokens, "token")
     return f"{documents}, {tokens}, vocabulary of {split.vocab}"
 
@@ -414,7 +415,7 @@ def inspect(prefix: str, as_json: bool) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, float], None]]:
+def progress() -> Iterator[Callable[[str, float], None]]:
     """Show a progress bar on a terminal; elsewhere nothing."""
     from rich.console import Console
     from rich.progress import Progress

@@ -1,0 +1,123 @@
+"""New projects: a configuration of each kind loads, is short, and nothing is replaced."""
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graphtrain.config import load_config
+from graphtrain.config.schema import Model
+from graphtrain.data.indexed.description import dataset_tokenizer
+from graphtrain.errors import ConfigError, DataError
+from graphtrain.starters import project as project_module
+from graphtrain.starters.project import create_project
+from graphtrain.starters.sizes import size_for, steps_for, tokenizer_for
+from graphtrain.weights.families import family_of_model
+from graphtrain.weights.families.family import array_shape, to_hugging_face
+from graphtrain.weights.writer import SafetensorsWriter
+
+TEXT = "".join(f"Line {i} of a play.\n\nROMEO: words, words.\n" for i in range(400))
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path("book.txt")
+    path.write_text(TEXT)
+    return path
+
+
+def hugging_face_folder(path, **settings):
+    """Write a Llama of transformers with weights of zeros."""
+    model = Model(layers=1, embed=16, heads=2, mlp=24, vocab=300)
+    family = family_of_model(replace(model, **settings))
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(family.config_from_model(model)))
+    tensors = {}
+    for weights in family.weights(model):
+        zeros = [np.zeros(array_shape(name, model), np.float32) for name in weights.row.paths]
+        tensors |= dict(to_hugging_face(weights, zeros, model))
+    writer = SafetensorsWriter(
+        path, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    )
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("like", ["llama", "gpt2", "shakespeare-char", "hf=model", "lora=model"])
+def test_every_kind_of_project_loads_and_is_short(book, like):
+    if "=" in like:
+        hugging_face_folder(Path("model"))
+    made = create_project(Path("p"), like, [book])
+    text = made.config_path.read_text()
+    assert load_config(Path("p")) == made.config
+    assert 20 <= len(text.splitlines()) <= 42
+    assert made.config.run.data.validation == "p/data/validation"
+    model = made.config.program.model
+    assert model.vocab_tokens == {"hf=model": 257, "lora=model": 300}.get(
+        like, made.data.train.vocab
+    )
+    assert tomllib.loads(text)["run"]["data"] == {"directory": "p/data"}
+
+
+def test_the_text_is_kept_as_it_is(book):
+    create_project(Path("p"), "shakespeare-char", [book])
+    tokenizer = dataset_tokenizer("p/data/train")
+    assert tokenizer is not None and tokenizer.kind == "chars"
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+def test_a_gpt2_can_be_exported(book):
+    model = create_project(Path("p"), "gpt2", [book]).config.program.model
+    unpadded = replace(model, vocab=model.vocab_tokens, vocab_padding=None)
+    assert family_of_model(unpadded).model_type == "gpt2"
+
+
+def test_nothing_is_replaced(book):
+    create_project(Path("p"), "llama", [book])
+    before = Path("p/config.toml").read_text()
+    with pytest.raises(ConfigError, match=r"p/config.toml exists already; remove it or choose"):
+        create_project(Path("p"), "gpt2", [book])
+    Path("p/config.toml").unlink()
+    with pytest.raises(DataError, match=r"p/data: holds a dataset .* differs in --tokenizer"):
+        create_project(Path("p"), "shakespeare-char", [book])
+    create_project(Path("p"), "llama", [book])
+    assert Path("p/config.toml").read_text() == before
+
+
+def test_without_files_there_is_a_sample(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(project_module, "_SAMPLE_BYTES", 400_000)
+    made = create_project(Path("p"))
+    assert made.data.train.tokenizer == "bytes" and Path("p/sample.jsonl").is_file()
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ("gpt3", "--like gpt3: should be one of llama, gpt2, shakespeare-char, lora, hf"),
+        ("lora", "--like lora needs the folder of a Hugging Face model: --like lora=FOLDER"),
+        ("llama=x", "--like llama takes no folder; only lora and hf do"),
+    ],
+)
+def test_a_kind_that_cannot_be_used_says_why(book, like, message):
+    with pytest.raises(ConfigError, match=message):
+        create_project(Path("p"), like, [book])
+    assert not Path("p").exists()
+
+
+def test_a_file_that_is_missing_is_named(book):
+    with pytest.raises(DataError, match=r"absent.txt: no such file"):
+        create_project(Path("p"), data=[Path("absent.txt")])
+
+
+def test_sizes_grow_with_the_text():
+    sizes = [size_for(tokens) for tokens in (10**4, 10**7, 10**8, 10**10)]
+    assert [size.embed for size in sizes] == [128, 256, 512, 768]
+    assert [steps_for(tokens, 2048) for tokens in (10, 10**6, 10**9)] == [100, 1900, 2000]
+    assert [tokenizer_for(size) for size in (10, 10**7)] == ["bytes", "sentencepiece:4096"]
