@@ -40,6 +40,18 @@ def test_the_navigation_has_every_page_once():
     assert sorted(pages_in(navigation)) == sorted(pages)
 
 
+def test_the_architecture_page_names_every_folder():
+    page = (ROOT / "docs/contributing/layout.md").read_text()
+    modules = [*ROOT.glob("graphtrain/*/*.py"), *ROOT.glob("lowering/*/*.py")]
+    assert {file.parent for file in modules if f"`{file.parent.name}/`" not in page} == set()
+
+
+def test_the_install_page_names_every_extra():
+    page = (ROOT / "docs/getting-started/install.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [one for one in project["optional-dependencies"] if f"`{one}`" not in page] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_named_files_of_the_tree_exist(page):
     named = re.findall(
