@@ -6,8 +6,9 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from graphtrain.cache.key import CacheKey
 from graphtrain.config.resolve import ResolvedProgram
@@ -24,6 +25,7 @@ _SOURCES = (
     "graphtrain/config/hf_config.py",
     "graphtrain/config/resolve.py",
     "graphtrain/config/schema",
+    "graphtrain/config/user_code.py",
     "graphtrain/files.py",  # checks config.json
     "graphtrain/graphs",
     "graphtrain/models",
@@ -48,6 +50,7 @@ def request_keys(
     # The key contains what these settings refer to, not their names.
     del settings["target"], settings["rules"], settings["mesh"]
     settings["model"] = open_language_model(program.model).key_ingredients()
+    settings |= _user_code(program, settings)
     parts = {
         "program": settings,
         "mesh": dict(program.mesh.axes),
@@ -57,6 +60,16 @@ def request_keys(
         "toolchain": dataclasses.asdict(Toolchain.current(target.platform)),
     }
     return {name: CacheKey.of(graph=name, **parts) for name in names or GRAPHS}
+
+
+def _user_code(program: ResolvedProgram, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables of settings with the contents of the user's code in place of its name."""
+    tables = {"optimizer": program.optimizer, "loss": program.loss}
+    return {
+        name: settings[name] | {"custom": code.key_ingredients()}
+        for name, table in tables.items()
+        if (code := table.user_code) is not None
+    }
 
 
 @functools.cache

@@ -26,6 +26,8 @@ from graphtrain.cache.key import CacheKey
 from graphtrain.compile.extracted_graphs import read_module
 from graphtrain.compile.front_end import check_model
 from graphtrain.compile.memory_check import with_largest_arrays
+from graphtrain.compile.request_keys import request_keys
+from graphtrain.config.identity import user_code
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.errors import PlanError
@@ -121,6 +123,7 @@ def compile_to_cache(
     lowered = lower(program, name)
     if name == "train" and isinstance(program, ResolvedProgram) and sizes_unknown(program.settings):
         lowered.facts["flops_per_token"] = _flops_per_token(program)  # a run builds no module
+    _check_user_code(program, name, request)
     (scratch / "program.mlir").write_text(lowered.text)
     key = program_key(lowered, request)
     with cache.lock(key, on_wait=lambda owner: say(f"waiting for {owner}")):
@@ -133,6 +136,22 @@ def compile_to_cache(
             cache.put(key, artifact)
         cache.record_request(request, key, graph=name)
     return key.digest, new
+
+
+def _check_user_code(
+    program: ResolvedProgram | ExtractedGraph, name: str, request: CacheKey
+) -> None:
+    """Check that code of the user was traced as the request digests it.
+
+    Raises:
+        PlanError: a file was edited since the request was made.
+    """
+    if not isinstance(program, ResolvedProgram) or not user_code(program.settings):
+        return
+    current, asked = request_keys(program, [name])[name].part("program"), request.part("program")
+    tables = ("optimizer", "loss")
+    if any(current[table] != asked[table] for table in tables):
+        raise PlanError("the code that the configuration names was edited meanwhile; compile again")
 
 
 def _flops_per_token(program: ResolvedProgram) -> dict[str, float]:

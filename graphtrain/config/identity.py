@@ -15,6 +15,7 @@ from typing import Any
 from graphtrain.config.hf_config import config_path
 from graphtrain.config.lines import KeyPath
 from graphtrain.config.schema import Config, Program, is_imported
+from graphtrain.config.user_code import UserCode
 from graphtrain.files import content_digest
 
 MATHEMATICS = frozenset(
@@ -93,7 +94,14 @@ def mathematics(config: Config) -> dict[str, Any]:
         elif model.torch and (file := Path(model.torch.rpartition(":")[0])).suffix == ".py":
             factory = model.torch.rpartition(":")[2]
             values["program.model.torch"] = f"{_file_digest(file)}:{factory}"
+    for code in user_code(config.program):
+        values[code.setting] = code.key_ingredients()
     return values
+
+
+def user_code(program: Program) -> list[UserCode]:
+    """Return the code of the user that the settings of a program name."""
+    return [code for code in (program.optimizer.user_code, program.loss.user_code) if code]
 
 
 # Settings of a model that matter only while it is trained, and its precision.

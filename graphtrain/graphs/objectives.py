@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.deferred_reduction import Objective, replica_key, vary_tree
 from graphtrain.graphs.open_model import open_language_model
+from graphtrain.graphs.token_loss import weighted_loss
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.block import AuxiliaryLosses
 from graphtrain.models.chunk_size import loss_chunk
 from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
 from graphtrain.models.lora.layers import apply_lora, reference_parameters
-from graphtrain.models.loss import cross_entropy, dpo_loss, log_probabilities
+from graphtrain.models.loss import dpo_loss, log_probabilities
 from lowering.tracing.threefry import UNROLLED_THREEFRY
 from lowering.trees import Tree
 
@@ -65,18 +66,17 @@ def token_losses(
     """
     settings, model = program.model, open_language_model(program.model)
     tokens, (targets, counts) = batch["tokens"], _targets_and_weights(batch)
-    z_loss = program.loss.z_loss
     chunk = loss_chunk(program) if model.has_separate_head else None
     if chunk is None:
         out, auxiliary = model.forward(weights, tokens, dropout_key=dropout_key)
-        loss, squares = cross_entropy(out, targets, counts)
-        return ((loss + z_loss * squares) / total, loss / total), auxiliary
+        objective, loss = weighted_loss(program.loss, out, targets, counts)
+        return (objective / total, loss / total), auxiliary
     hidden, head, auxiliary = model.head_inputs(weights, tokens, dropout_key=dropout_key)
     scored = LossHead(
         chunk,
         settings.tie_word_embeddings,
         settings.final_logit_softcap,
-        z_loss,
+        program.loss.z_loss,
         settings.vocab_tokens,
     )
     # Divide the weights, not the result: the chunks compute gradients already, and to scale those

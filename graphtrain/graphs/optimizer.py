@@ -1,4 +1,4 @@
-"""AdamW from configuration, with its state as named arrays."""
+"""AdamW or the user's optimizer, with its state as named arrays."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import optax
 
 from graphtrain.config.schema import Optimizer
+from graphtrain.config.user_code import UserCode
+from graphtrain.errors import ConfigError
 from lowering.trees import Tree, flatten, path_suffixes, unflatten
 from sharding_rules.arrays import ArraySpec
 
 
 def make_optimizer(optimizer: Optimizer, parameters: Tree) -> optax.GradientTransformation:
-    """Build clipping, Adam and decoupled weight decay.
+    """Build clipping, Adam and decoupled weight decay, or clipping and the user's optimizer.
 
     The updates still have to be multiplied by minus the learning rate.
 
@@ -21,20 +23,47 @@ def make_optimizer(optimizer: Optimizer, parameters: Tree) -> optax.GradientTran
         optimizer: Settings.
         parameters: ArraySpecs of the parameters, which determine what is decayed.
 
+    Raises:
+        ConfigError: the user's optimizer cannot be made.
+
     Source: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101
     """
-    adam = optax.scale_by_adam(
-        optimizer.beta1, optimizer.beta2, optimizer.epsilon, mu_dtype=optimizer.moment_dtype
-    )
-    transforms = {"adam": adam}
+    if (code := optimizer.user_code) is not None:
+        transforms = {"custom": _custom(code, optimizer.arguments), "steps": _count_steps()}
+    else:
+        adam = optax.scale_by_adam(
+            optimizer.beta1, optimizer.beta2, optimizer.epsilon, mu_dtype=optimizer.moment_dtype
+        )
+        transforms = {"adam": adam}
     if optimizer.clip_norm:
         transforms = {"clip": _clip(optimizer.clip_norm)} | transforms
-    if optimizer.weight_decay:
+    if optimizer.weight_decay and code is None:
         decays = jax.tree.map(
             lambda spec: optimizer.decay_mask == "all" or _is_matrix(spec), parameters
         )
         transforms["decay"] = optax.add_decayed_weights(optimizer.weight_decay, decays)
     return optax.named_chain(*transforms.items())
+
+
+def _custom(code: UserCode, arguments: Mapping[str, Any]) -> optax.GradientTransformation:
+    made = code.call(**arguments)
+    if not callable(getattr(made, "init", None)) or not callable(getattr(made, "update", None)):
+        raise ConfigError(
+            f"{code} returned {type(made).__name__}, not an optax.GradientTransformation"
+        )
+    return made
+
+
+def _count_steps() -> optax.GradientTransformation:
+    """Build a transformation that changes nothing; its state is there even if no other one is.
+
+    An optimizer such as SGD has none, and a tree without arrays cannot be stored by name.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:  # optax's names
+        return updates, state + 1
+
+    return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
 
 
 def _clip(limit: float) -> optax.GradientTransformation:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.open_model import open_language_model
-from graphtrain.models.loss import cross_entropy
+from graphtrain.graphs.token_loss import weighted_loss
 from graphtrain.models.pipeline_stages import split_batch
 from lowering.pipeline.one_f_one_b import one_f_one_b_gradients
 from lowering.pipeline.schedule import PipelineLoss
@@ -34,8 +34,7 @@ def pipelined_gradients(
     model, count = open_language_model(program.model), program.batch.microbatches
 
     def score(logits: jax.Array, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
-        loss, squares = cross_entropy(logits, microbatch["targets"], microbatch["weights"])
-        return loss + program.loss.z_loss * squares, loss
+        return weighted_loss(program.loss, logits, microbatch["targets"], microbatch["weights"])
 
     keys = (
         (lambda microbatch_index: jax.random.fold_in(key, microbatch_index))
@@ -61,7 +60,8 @@ def pipelined_loss(
     """Return the loss summed over the targets of one microbatch (batch, seq), without dropout."""
 
     def score(logits: jax.Array, microbatch: Tree) -> tuple[jax.Array, Any]:
-        loss, _ = cross_entropy(logits, microbatch["targets"], microbatch["weights"])
+        targets, weights = microbatch["targets"], microbatch["weights"]
+        _, loss = weighted_loss(program.loss, logits, targets, weights)
         return loss, loss
 
     model, context = open_language_model(program.model), placement()

@@ -73,6 +73,7 @@ def loss_chunk(program: ResolvedProgram) -> int | None:
     if (
         not (target.is_gpu or target.platform == "tpu")
         or program.loss.kind != "cross_entropy"
+        or program.loss.custom is not None
         or mesh.axes.get("stage", 1) > 1
         or mesh.size(rules.activations.get("vocab", ())) > 1
     ):

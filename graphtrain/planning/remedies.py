@@ -145,7 +145,7 @@ def _microbatches(program: ResolvedProgram) -> Iterator[Change]:
 
 
 def _optimizer(program: ResolvedProgram) -> Iterator[Change]:
-    if program.optimizer.moment_dtype == "float32":
+    if program.optimizer.moment_dtype == "float32" and program.optimizer.custom is None:
         yield ("program.optimizer.moment_dtype=bfloat16",)
     if not program.optimizer.offload_to_host and program.target.platform != "cpu":
         yield ("program.optimizer.offload_to_host=true",)

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import torch
 
 from graphtrain.config.hf_config import read_config
+from graphtrain.config.user_code import add_to_path
 from graphtrain.errors import ImportedModelError, StrictFrontEndRequired
 from graphtrain.models.attention.ring_order import positions
 from graphtrain.torch_frontend import private_torch
@@ -31,7 +33,7 @@ from graphtrain.torch_frontend.load_balancing import LoadBalancing
 from graphtrain.torch_frontend.meta_module import InitOperation, MetaModule, build_on_meta
 from graphtrain.torch_frontend.scan_blocks import BlocksDiffer, Scan, ScanHooks, scanning_blocks
 from graphtrain.torch_frontend.silent_failures import user_code_error
-from graphtrain.torch_frontend.source import add_working_directory, find_module_file, split_name
+from graphtrain.torch_frontend.source import find_module_file, split_name
 from graphtrain.torch_frontend.strict import StrictEnvironment, StrictGraph
 from lowering.tracing.constrain import constrain, in_shard_map
 from lowering.tracing.deferred_gradient import DeferredGradient, attach_reductions
@@ -159,7 +161,7 @@ def _import_module(name: str) -> Any:
     stem = path.stem
     if (loaded := sys.modules.get(stem)) and getattr(loaded, "__file__", None) == str(path):
         return loaded
-    add_working_directory()
+    add_to_path(Path.cwd())
     spec = importlib.util.spec_from_file_location(stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -51,7 +51,7 @@ def find_backend(platform: str, required: Iterable[str]) -> Any:
 
 @functools.cache
 def _installed_backend(platform: str, required: tuple[str, ...]) -> Any:
-    entry = _entry_point(BACKENDS, platform)
+    entry = find_entry_point(BACKENDS, platform)
     if entry is None:
         raise LoweringError(
             f"no installed package provides the platform {platform!r}; install the package of its "
@@ -74,7 +74,7 @@ def installed_machine(name: str) -> dict[str, Any] | None:
     Raises:
         LoweringError: the table cannot be imported, or is incomplete.
     """
-    entry = _entry_point(MACHINES, name)
+    entry = find_entry_point(MACHINES, name)
     if entry is None:
         return None
     table = _load(entry)
@@ -100,7 +100,7 @@ def toolchain_settings(platform: str) -> tuple[dict[str, str], list[str], list[s
         act as a compiler; further packages, and environment variables of flags, that the tables of
         its machines name ("packages", "flag_variables").
     """
-    entry = _entry_point(BACKENDS, platform)
+    entry = find_entry_point(BACKENDS, platform)
     if entry is None:
         return {}, [], []
     tables = [
@@ -109,12 +109,15 @@ def toolchain_settings(platform: str) -> tuple[dict[str, str], list[str], list[s
         if _package(each) == _package(entry) and (table := installed_machine(each.name))
     ]
     packages = [name for table in tables for name in table.get("packages", ())]
-    versions = {_package(entry): getattr(entry.dist, "version", ""), "sources": _sources(entry)}
+    versions = {
+        _package(entry): getattr(entry.dist, "version", ""),
+        "sources": package_digest(entry),
+    }
     flags = [name for table in tables for name in table.get("flag_variables", ())]
     return versions, packages, list(dict.fromkeys(flags))
 
 
-def _sources(entry: EntryPoint) -> str:
+def package_digest(entry: EntryPoint) -> str:
     """Return a digest of the Python files of the top-level package that an entry point is in."""
     spec = importlib.util.find_spec(entry.module.partition(".")[0])
     directories = list(spec.submodule_search_locations or []) if spec else []
@@ -136,7 +139,8 @@ def _load(entry: EntryPoint) -> Any:
         ) from error
 
 
-def _entry_point(group: str, name: str) -> EntryPoint | None:
+def find_entry_point(group: str, name: str) -> EntryPoint | None:
+    """Return the entry point of an installed package."""
     return next((entry for entry in _entry_points(group) if entry.name == name), None)
 
 

@@ -1,11 +1,20 @@
-"""[program.loss]: cross-entropy or DPO."""
+"""[program.loss]: cross-entropy, DPO, or a loss of the user."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from graphtrain.config.schema.types import STRICT, NotNegativeFloat, Positive, PositiveFloat
+from graphtrain.config.schema.types import (
+    STRICT,
+    NotNegativeFloat,
+    Plain,
+    Positive,
+    PositiveFloat,
+)
+from graphtrain.config.user_code import UserCode
+
+_EMPTY: Any = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -21,12 +30,30 @@ class Loss:
     chunk: Positive | Literal["auto", "none"] = "auto"  # tokens per chunk of logits of a sequence
     beta: PositiveFloat = 0.1  # dpo: strength of the penalty for diverging from the reference
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # dpo: share of wrong labels
+    custom: str | None = None  # "file.py:name", the loss of each token, in place of cross-entropy
+    arguments: dict[str, Plain] = _EMPTY  # arguments of custom
 
     def __post_init__(self) -> None:
         if self.kind == "dpo" and self.z_loss:
             raise ValueError('z_loss is only for kind = "cross_entropy"; remove it')
         if self.kind == "dpo" and self.has_chunks:
             raise ValueError('chunk is only for kind = "cross_entropy"; remove it')
+        refused = {'kind = "dpo"': self.kind == "dpo", "z_loss": self.z_loss,
+                   "chunk": self.has_chunks}  # fmt: skip
+        if self.custom and (names := [name for name, is_set in refused.items() if is_set]):
+            raise ValueError(f"{' and '.join(names)} cannot be used with custom; remove it")
+        if self.arguments and not self.custom:
+            raise ValueError("arguments are those of custom; set custom too")
+
+    def __hash__(self) -> int:
+        return hash(repr(self))  # dictionaries are not hashable
+
+    @property
+    def user_code(self) -> UserCode | None:
+        """Return the loss of the user, if there is one."""
+        if self.custom is None:
+            return None
+        return UserCode("program.loss.custom", "graphtrain.losses", self.custom)
 
     @property
     def has_chunks(self) -> bool:

@@ -8,10 +8,15 @@ from typing_extensions import TypeIs
 
 from graphtrain.config.hf_config import vocab_size
 from graphtrain.config.schema.model import AttentionImplementation, Model
-from graphtrain.config.schema.types import STRICT, LocalPath, Positive, set_derived_defaults
+from graphtrain.config.schema.types import (
+    STRICT,
+    LocalPath,
+    Plain,
+    Positive,
+    set_derived_defaults,
+)
 from graphtrain.errors import ImportedModelError
 
-Plain = str | bool | int | float | list[str | bool | int | float]
 Overrides = dict[str, Plain | dict[str, Plain]]
 
 _EMPTY: Any = Field(default_factory=dict)

@@ -16,6 +16,7 @@ NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
+Plain = str | bool | int | float | list[str | bool | int | float]  # arguments of user code
 DropoutRate = Annotated[float, Field(ge=0, lt=1)]
 
 

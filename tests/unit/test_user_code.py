@@ -1,0 +1,170 @@
+"""Optimizers and losses of the user, by their name in a configuration."""
+
+import dataclasses
+import json
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from graphtrain.cache import Cache
+from graphtrain.compile import worker
+from graphtrain.compile.request_keys import request_keys
+from graphtrain.config.identity import differences, mathematics
+from graphtrain.config.resolve import resolve
+from graphtrain.config.schema import Batch, Config, Data, Loss, Mesh, Model, Optimizer, Program, Run
+from graphtrain.config.user_code import UserCode
+from graphtrain.errors import ConfigError, PlanError
+from graphtrain.graphs.optimizer import make_optimizer
+from graphtrain.graphs.plan import plan_program
+from graphtrain.graphs.token_loss import weighted_loss
+from lowering.machine import backends
+
+EXAMPLES = Path(__file__).parents[2] / "examples/bring-your-own"
+LION = Optimizer(custom=f"{EXAMPLES}/lion.py:lion", arguments={"beta1": 0.5}, clip_norm=0.0)
+FOCAL = Loss(custom=f"{EXAMPLES}/focal.py:focal", arguments={"gamma": 2.0})
+PROGRAM = Program(
+    target="cpu:8",
+    mesh=Mesh(fsdp=8),
+    model=Model(layers=1, embed=16, heads=2, mlp=16, vocab=32, dtype="float32"),
+    batch=Batch(global_batch_size=8, seq_len=8),
+)
+
+
+def program(**settings):
+    return resolve(dataclasses.replace(PROGRAM, **settings))
+
+
+def test_the_optimizer_of_the_example_is_optax_lion():
+    weights = {"w": jnp.array([0.5, -2.0])}
+    gradients = {"w": jnp.array([1.0, -3.0])}
+    ours = make_optimizer(LION, {})
+    updates, _ = ours.update(gradients, ours.init(weights), weights)
+    theirs = optax.lion(1.0, b1=0.5, weight_decay=0.1)  # optax's own, with a learning rate
+    expected, _ = theirs.update(gradients, theirs.init(weights), weights)
+    np.testing.assert_allclose(-updates["w"], expected["w"], rtol=1e-6)
+
+
+def test_its_state_is_sharded_like_the_parameters():
+    layouts = plan_program(program(optimizer=LION)).layouts
+    (moment,) = (path for path in layouts if path.startswith("state/optimizer") and "up" in path)
+    assert moment.endswith("/mu/layers/mlp/up")
+    assert layouts[moment].split == layouts["state/parameters/layers/mlp/up"].split != ((), (), ())
+    assert not any("/nu/" in path for path in layouts)
+
+
+def test_the_loss_of_the_example_is_weighted_by_the_loss_mask():
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(2, 3, 5)).astype(np.float32)
+    targets, weights = random.integers(0, 5, (2, 3)), np.array([[1, 0, 1], [0.5, 1, 0]], np.float32)
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    prob = np.take_along_axis(probs, targets[..., None], -1)[..., 0]
+    expected = (-((1 - prob) ** 2) * np.log(prob) * weights).sum()
+    for value in weighted_loss(FOCAL, jnp.array(logits), jnp.array(targets), jnp.array(weights)):
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=8), Mesh(data=4, tensor=2)])
+def test_a_training_step_with_both_can_be_traced_on_any_mesh(mesh):
+    lowered = worker.lower(program(optimizer=LION, loss=FOCAL, mesh=mesh), "train")
+    assert lowered.name == "train"
+
+
+def test_an_edit_changes_the_keys_of_all_graphs_and_the_identity(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "helper.py").write_text("RATE = 1\n")
+    (tmp_path / "mine.py").write_text("import helper\nimport optax\ndef sgd(): return optax.sgd(1)")
+    settings = {"optimizer": Optimizer(custom="mine.py:sgd")}
+    first, run = request_keys(program(**settings)), Run(directory="r", steps=1, data=Data(train=""))
+    saved = mathematics(Config(program=program(**settings).settings, run=run))
+    (tmp_path / "helper.py").write_text("RATE = 2\n")
+    second = request_keys(program(**settings))
+    assert all(first[name] != second[name] for name in first)
+    (difference,) = second["train"].differences(first["train"])
+    assert difference.path == ("program", "optimizer", "custom", "sources", "helper.py")
+    now = mathematics(Config(program=program(**settings).settings, run=run))
+    assert list(differences(saved, now)) == ["program.optimizer.custom"]
+    assert json.dumps(now)
+
+
+def test_cache_explain_names_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def loss(logits, targets): return 0 * logits[..., 0]")
+    made = program(loss=Loss(custom="mine.py:loss"))
+    cache, stored = Cache(tmp_path / "cache"), request_keys(made)["evaluate"]
+    cache.record_request(stored, stored, graph="evaluate")
+    (tmp_path / "mine.py").write_text("def loss(logits, targets): return 1 * logits[..., 0]")
+    (explanation,) = cache.explain_all({"evaluate": request_keys(made)["evaluate"]}).values()
+    assert explanation.lines == ("loss custom sources mine.py changed",)
+
+
+def test_a_file_edited_after_the_request_is_not_compiled(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("import optax\ndef sgd(): return optax.sgd(1.0)")
+    made = program(optimizer=Optimizer(custom="mine.py:sgd"))
+    request = request_keys(made)["init"]
+    (tmp_path / "mine.py").write_text("import optax\ndef sgd(): return optax.sgd(2.0)")
+    with pytest.raises(PlanError, match="was edited meanwhile; compile again"):
+        worker.compile_to_cache(made, "init", request, Cache(tmp_path), tmp_path, lambda text: None)
+
+
+def test_a_file_is_imported_again_after_an_edit(tmp_path):
+    code = UserCode("program.loss.custom", "graphtrain.losses", f"{tmp_path}/mine.py:f")
+    for value in (1, 2):
+        (tmp_path / "mine.py").write_text(f"def f(): return {value}  # {'x' * value}")
+        assert code.call() == value
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("none.py:f", r'^program\.loss\.custom = "none\.py:f": none\.py not found; give the path'),
+        ("json:nothing", "json has no nothing"),
+        ("mine.py:", 'expected "file.py:name", "module:name" or an entry point'),
+        ("nobody", "no installed package has an entry point of this name in the group"),
+    ],
+)
+def test_a_wrong_name_is_an_error_of_the_user(reference, message):
+    with pytest.raises(ConfigError, match=message):
+        UserCode("program.loss.custom", "graphtrain.losses", reference).load()
+
+
+def test_an_error_of_the_user_code_names_its_line(tmp_path):
+    (tmp_path / "mine.py").write_text("def f():\n    return 1 / 0\n")
+    code = UserCode("program.loss.custom", "graphtrain.losses", f"{tmp_path}/mine.py:f")
+    with pytest.raises(ConfigError, match=r"raised ZeroDivisionError: .* \(mine\.py:2\)"):
+        code.call()
+    (tmp_path / "mine.py").write_text("import nothing_of_this_name\n")
+    with pytest.raises(ConfigError, match="the import failed: ModuleNotFoundError"):
+        code.call()
+
+
+def test_what_is_no_optimizer_or_no_loss_of_tokens_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def optimizer(): return 3\ndef loss(logits, targets): return logits.mean()\n"
+    )
+    with pytest.raises(ConfigError, match=r"returned int, not an optax\.GradientTransformation"):
+        make_optimizer(Optimizer(custom=f"{tmp_path}/mine.py:optimizer"), {})
+    logits, targets = jnp.ones((2, 3, 5)), jnp.ones((2, 3), jnp.int32)
+    with pytest.raises(ConfigError, match=r"returned \(\); it must return the loss of each token"):
+        weighted_loss(Loss(custom=f"{tmp_path}/mine.py:loss"), logits, targets, jnp.ones((2, 3)))
+
+
+def test_settings_of_adamw_and_of_cross_entropy_are_refused_beside_it():
+    with pytest.raises(ValueError, match="beta1, weight_decay is only for AdamW; with custom"):
+        Optimizer(custom="a.py:b", beta1=0.5, weight_decay=0.0)
+    with pytest.raises(ValueError, match=r"arguments are those of custom; set custom too"):
+        Optimizer(arguments={"beta1": 0.5})
+    with pytest.raises(ValueError, match="z_loss cannot be used with custom; remove it"):
+        Loss(custom="a.py:b", z_loss=1e-4)
+
+
+def test_an_entry_point_of_an_installed_package_is_used(monkeypatch):
+    entry = EntryPoint("mine", "json:dumps", "graphtrain.losses")
+    monkeypatch.setattr(backends, "_entry_points", lambda group: (entry,))
+    code = UserCode("program.loss.custom", "graphtrain.losses", "mine")
+    assert code.load() is json.dumps
+    assert code.key_ingredients()["name"] == "json:dumps"
