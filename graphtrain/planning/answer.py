@@ -58,10 +58,11 @@ class Answer:
 
         from graphtrain.planning.text import print_answer
 
-        console = Console(file=io.StringIO(), width=160, highlight=False, markup=False)
-        with console.capture() as capture:
-            print_answer(console, self)
-        return capture.get()
+        text = io.StringIO()
+        # Rich would show a notebook's output by itself, and color it.
+        console = Console(file=text, width=160, force_jupyter=False, no_color=True, markup=False)
+        print_answer(console, self)
+        return text.getvalue()
 
     def _repr_html_(self) -> str:
         from graphtrain.planning.text import answer_as_html
