@@ -126,6 +126,20 @@ def _saved_validation_losses(directory: Path) -> dict[int, float]:
     }
 
 
+def check_directory(directory: Path) -> None:
+    """Check that checkpoints in a directory could be read again.
+
+    Raises:
+        TrainingError: the path contains a character that Orbax takes for a pattern.
+    """
+    path = str(directory.absolute())
+    if found := [one for one in private_orbax.PATTERN_CHARACTERS if one in path]:
+        raise TrainingError(
+            f"{path}: checkpoints cannot be written to a path with {found[0]}, which Orbax takes "
+            "for a pattern; choose another run.directory, or rename the directory"
+        )
+
+
 class Checkpoints:
     """Checkpoints of one run, saved in the background."""
 

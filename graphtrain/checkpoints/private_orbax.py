@@ -19,6 +19,10 @@ _STEP = re.compile(r"[0-9]{1,18}", re.ASCII)  # name of the directory of a check
 STORAGE_ERRORS = (OSError, ValueError, KeyError)
 
 
+# In a path, Orbax takes them for a pattern: it finds nothing, or the files of another directory.
+PATTERN_CHARACTERS = "*?["
+
+
 def complete_steps(directory: Path) -> list[int]:
     """Return the steps of the complete checkpoints in a directory, oldest first.
 

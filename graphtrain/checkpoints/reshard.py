@@ -19,6 +19,7 @@ import numpy as np
 from graphtrain.checkpoints import private_orbax
 from graphtrain.checkpoints.checkpoint import (
     CheckpointInfo,
+    check_directory,
     check_same_model,
     checkpoint_errors,
     read_checkpoint_info,
@@ -70,6 +71,7 @@ def reshard(
             failed.
         WeightsError: the destination exists already.
     """
+    check_directory(destination)
     steps = saved_steps(source / "checkpoints")
     if not steps or (step is not None and step not in steps):
         existing_steps = ", ".join(map(str, steps)) or "none"

@@ -45,6 +45,7 @@ def load_config(source: Source, overrides: Sequence[str] = (), target: str | Non
     changes = parse_overrides(overrides, target)
     read = _read_source(source)
     document = read.document
+    _follow_moved_run(read, document)
     if any(change.path == DIRECTORY for change in changes):
         remove_datasets(document)
     blocked = [change for change in changes if not change.apply(document)]
@@ -79,6 +80,20 @@ def config_file(path: Path) -> Path:
     """Return the config.toml of the directory of a run; any other path as it is."""
     file = path / "config.toml"
     return file if file.is_file() else path
+
+
+def _follow_moved_run(read: "_Read", document: dict[str, Any]) -> None:
+    """Let the config.toml of a run mean the directory that it is in, not where the run was made.
+
+    Otherwise a command that is given a moved or copied run would read, or train, the original.
+    """
+    file, run = Path(read.name), document.get("run")
+    is_of_run = read.text is not None and file.name == "config.toml"
+    if not (is_of_run and isinstance(run, dict) and (file.parent / "metrics.jsonl").is_file()):
+        return
+    named = run.get("directory")
+    if not isinstance(named, str) or Path(named).absolute() != file.parent.absolute():
+        run["directory"] = str(file.parent)
 
 
 @dataclass(frozen=True)

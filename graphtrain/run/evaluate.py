@@ -123,7 +123,7 @@ def validation_batches(
         data: Settings of the data.
         program: Settings of the program.
         vocab: Vocabulary size against which token ids are checked.
-        limit: Maximum number of batches. None: all.
+        limit: Maximum number of global batches. None: all.
         rows: Rows of each batch to read, ascending. None: all.
         share: Part of the index that this process checks.
 
@@ -145,7 +145,8 @@ def validation_batches(
         rows=rows,
         index_share=share,
     )
-    return islice(batches, limit)
+    # The step evaluates one microbatch; the limit must not depend on how many there are.
+    return islice(batches, None if limit is None else limit * batch.microbatches)
 
 
 def checkpoint_loss(

@@ -14,7 +14,12 @@ import numpy as np
 
 import lowering
 from graphtrain.cache import Cache
-from graphtrain.checkpoints.checkpoint import Checkpoints, layer_order_of, saved_steps
+from graphtrain.checkpoints.checkpoint import (
+    Checkpoints,
+    check_directory,
+    layer_order_of,
+    saved_steps,
+)
 from graphtrain.config import render
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config, Program, Run
@@ -99,6 +104,7 @@ def train(
     """
     check_callbacks(callbacks)
     directory = Path(run.directory)
+    check_directory(directory)
     is_rank_zero = distributed.rank() == 0  # rank 0 writes the files that all ranks share
     notify_callbacks = partial(notify, callbacks if is_rank_zero else ())
     with ExitStack() as stack:

@@ -1,14 +1,20 @@
 """What the validation loss refuses."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from graphtrain.config.schema import Batch, Loss, Model, Program
+from graphtrain.config.schema import Batch, Data, Loss, Model, Program
 from graphtrain.errors import DataError
-from graphtrain.run.evaluate import check_validation, perplexity, validation_loss
+from graphtrain.run.evaluate import (
+    check_validation,
+    perplexity,
+    validation_batches,
+    validation_loss,
+)
 from lowering.machine.target import Target
 
 
@@ -47,3 +53,13 @@ def test_one_in_which_nothing_counts_is_refused_before_training(rows, loss):
 
 def test_the_perplexity_of_a_loss_too_large_for_a_float_is_infinite():
     assert perplexity(math.log(3)) == pytest.approx(3) and perplexity(800.0) == math.inf
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_a_limit_of_batches_does_not_depend_on_microbatches(make_dataset, microbatches):
+    """A run with another number of them is the same run, and its losses must compare."""
+    data = Data(train="unused", validation=str(make_dataset([np.arange(1, 100) % 16], 16)))
+    batch = Batch(global_batch_size=4, seq_len=4, microbatches=microbatches)
+    settings = replace(program(), batch=batch)
+    batches = list(validation_batches(data, settings, 16, 2))
+    assert sum(len(one["tokens"]) for one in batches) == 2 * 4

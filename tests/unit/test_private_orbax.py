@@ -14,6 +14,8 @@ import pytest
 from canaries import guarded_functions, make_canary, public_functions
 
 from graphtrain.checkpoints import private_orbax
+from graphtrain.checkpoints.checkpoint import check_directory
+from graphtrain.errors import TrainingError
 
 REMEDIES = {
     "complete_steps": "orbax: find how a complete checkpoint is told from an unfinished one "
@@ -140,3 +142,18 @@ def test_a_function_is_called_once_before_a_checkpoint_is_renamed(tmp_path):
     save(tmp_path, jax.tree.map(jnp.asarray, STATE), registry, temporary_path_class=path_class)
     assert len(called) == 1 and called[0] != "3"
     assert (tmp_path / "3" / "manifest.json").read_text() == "{}"
+
+
+def test_a_path_with_a_pattern_is_still_refused_for_a_reason(tmp_path):
+    """Once this fails, Orbax no longer uses patterns: remove PATTERN_CHARACTERS and its check."""
+    directory = tmp_path / "a[b]"
+    directory.mkdir()
+    save(directory, jax.tree.map(jnp.asarray, STATE), private_orbax.whole_shard_handlers())
+    with pytest.raises(private_orbax.STORAGE_ERRORS):
+        private_orbax.open_array(directory / "3", "parameters/head")
+
+
+@pytest.mark.parametrize("character", private_orbax.PATTERN_CHARACTERS)
+def test_a_run_directory_with_a_pattern_is_refused(tmp_path, character):
+    with pytest.raises(TrainingError, match="which Orbax takes for a pattern"):
+        check_directory(tmp_path / f"a{character}b")

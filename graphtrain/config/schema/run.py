@@ -87,7 +87,7 @@ class Run:
     keep_checkpoints: Positive = 3  # number of newest checkpoints to keep
     keep_best: bool = False  # save and keep the checkpoint with the lowest validation loss too
     evaluate_every: Positive | None = None  # steps between evaluations; unset: after the last step
-    evaluate_batches: Positive | None = None  # batches per evaluation; unset: the entire dataset
+    evaluate_batches: Positive | None = None  # global batches per evaluation; unset: all data
     early_stopping_patience: Positive | None = None  # evaluations without a lower loss, then stop
     tensorboard: bool = True  # write TensorBoard event files too
 

@@ -317,3 +317,17 @@ def test_files_that_cannot_be_read(file, tmp_path):
 def test_a_file_without_permission(file):
     file.chmod(0)
     assert problems(file) == ["a.toml: cannot be read: Permission denied"]
+
+
+def test_a_copied_run_means_its_own_directory(file):
+    """Not that in which it was trained, which it would read, or train into."""
+    for directory in (Path("runs/small"), Path("copy")):
+        directory.mkdir(parents=True)
+        (directory / "config.toml").write_text(GOOD)
+        (directory / "metrics.jsonl").touch()
+    assert load_config("runs/small").run.directory == "runs/small"
+    assert load_config("copy").run.directory == "copy"
+    assert load_config("copy/config.toml").run.directory == "copy"
+    assert load_config("copy", ["run.directory=other"]).run.directory == "other"
+    (Path("copy") / "metrics.jsonl").unlink()
+    assert load_config("copy/config.toml").run.directory == "runs/small"  # of no run
