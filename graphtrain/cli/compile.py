@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from graphtrain.cli.export_note import say_export_obstacle
 from graphtrain.cli.options import (
     ConfigPath,
     LocalPath,
@@ -122,6 +123,7 @@ def command(
             for path in configs:
                 run_command = command_line("run", path, target, overrides, cache)
                 program = load_config(path, overrides, target).program
+                say_export_obstacle(program)
                 _print_missing_runtime(program.target, run_command)
     if report is not None:
         write_file(report, json.dumps(result.as_json(), indent=2) + "\n")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from graphtrain.cli.export_note import say_export_obstacle
 from graphtrain.cli.options import config_argument, json_option, overrides_option, target_option
 from graphtrain.cli.usage import Group
 
@@ -22,7 +23,8 @@ def command() -> None:
 def show(config: Path, overrides: tuple[str, ...], target: str | None, as_json: bool) -> None:
     """Validate CONFIG and print every setting, including defaults, as TOML.
 
-    The output is a configuration file with the same settings.
+    The output is a configuration file with the same settings. A note on standard error says if the
+    model could not be exported to Hugging Face, and which settings to change.
     """
     from dataclasses import asdict
 
@@ -33,6 +35,7 @@ def show(config: Path, overrides: tuple[str, ...], target: str | None, as_json: 
         json.dumps(asdict(loaded), indent=2) if as_json else render(loaded, with_choices=True),
         nl=as_json,
     )
+    say_export_obstacle(loaded.program)
 
 
 @command.command()

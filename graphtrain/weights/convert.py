@@ -22,6 +22,7 @@ from graphtrain.errors import WeightsError
 from graphtrain.files import create_directory
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.flops import parameter_count
+from graphtrain.weights.exportable import export_obstacle
 from graphtrain.weights.families import (
     Family,
     family_of_config,
@@ -122,7 +123,7 @@ def export_hugging_face(
     # For a model trained from scratch, the folder may contain only a tokenizer.
     config = read_config(weights.side) if (weights.side / "config.json").is_file() else None
     model = with_unpadded_vocab(weights.model, config)
-    family = family_of_config(config) if config else family_of_model(model)
+    family = family_of_config(config) if config else _family_of(model)
     all_layer_weights = list(family.weights(model))
     default_dtype = np.dtype(_config_dtype(config))
     arrays = {}
@@ -148,6 +149,17 @@ def export_hugging_face(
         _write_config(directory, family, model, config, arrays)
     progress(len(all_layer_weights), len(all_layer_weights))
     return summarize(family, model, arrays)
+
+
+def _family_of(model: Model) -> Family:
+    """Return the first family that has a model.
+
+    Raises:
+        WeightsError: none has; names the settings to change.
+    """
+    if (obstacle := export_obstacle(model)) is not None:
+        raise WeightsError(f"{obstacle}; train with these settings to export the model")
+    return family_of_model(model)
 
 
 def _run_of_pytorch(source: Path) -> ResolvedProgram | None:

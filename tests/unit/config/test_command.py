@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from graphtrain.cli.config import command
 from graphtrain.cli.options import cache_option
 from graphtrain.config import load_config
+from graphtrain.data.prepare.text import prepare
 from graphtrain.errors import ConfigError
 from sharding_rules.axes import MESH_AXES
 
@@ -18,8 +19,10 @@ GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "configuration.md"
 
 
 @pytest.fixture
-def file(tmp_path):
-    """The first file of the guide, which so is known to be right."""
+def file(make_corpus, tmp_path, monkeypatch):
+    """The first file of the guide, which so is known to be right, and its data."""
+    monkeypatch.chdir(tmp_path)
+    prepare([make_corpus(["some text", "more text"])], "data", "bytes", validation=0)
     path = tmp_path / "a.toml"
     path.write_text(re.findall(r"```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0])
     return path
