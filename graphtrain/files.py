@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from graphtrain.errors import TrainingError, WeightsError
 from sharding_rules.documents import DocumentError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 _T = TypeVar("_T")
 
@@ -136,9 +139,14 @@ def validate(schema: type[_T], value: Any) -> _T:
         # Through JSON, because the strict mode of pydantic refuses dictionaries for dataclasses.
         return _adapter(schema).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]
-        location, message = ".".join(map(str, problem["loc"])), problem["msg"]
-        raise DocumentError(f"{location}: {message}" if location else message) from None
+        raise DocumentError(first_problem(error)) from None
+
+
+def first_problem(error: "ValidationError") -> str:
+    """Return the first problem of a value that pydantic refuses, in one line."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    location, message = ".".join(map(str, problem["loc"]))[:200], problem["msg"]
+    return f"{location}: {message}" if location else message
 
 
 @cache

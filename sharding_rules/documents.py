@@ -6,6 +6,7 @@ traceback, in minutes of parsing or in gigabytes of memory.
 
 import json
 import os
+import re
 import stat
 import tomllib
 from pathlib import Path
@@ -16,8 +17,19 @@ from sharding_rules.errors import UserError
 MAX_DEPTH = 64  # tables and lists inside each other; a configuration needs 6
 MAX_TOML_BYTES = 256 << 10  # the largest example has 800 bytes
 MAX_JSON_BYTES = 64 << 20  # the index of a model with a million tensors
-# Of one line, where only dotted keys and floats have dots: tomllib takes quadratic time for keys.
-_MAX_DOTS = 100
+_MAX_KEY_DOTS = 100  # of one dotted key, for which tomllib takes quadratic time
+# Comments, strings and dotted keys of TOML, in linear time: every alternative that begins a string
+# also matches one without an end, and nothing is tried twice (possessive repetitions).
+_STRING = r'"(?:[^"\\\n]|\\[^\n]?)*+"?|\'[^\'\n]*+\'?'
+_PART = rf"(?:[A-Za-z0-9_+-]++|{_STRING})"  # of a key; a float is two parts
+_TOML_TOKEN = re.compile(
+    r"#[^\n]*+"
+    r'|"""(?:[^"\\]|\\(?:.|\Z)|"(?!""))*+(?:"{3,5}|\Z)'
+    r"|'''(?:[^']|'(?!''))*+(?:'{3,5}|\Z)"
+    rf"|(?P<deep_key>{_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{_MAX_KEY_DOTS + 1}}})"
+    rf"|{_PART}(?:[ \t]*+\.[ \t]*+{_PART})*+",
+    re.DOTALL,
+)
 
 
 class DocumentError(UserError, ValueError):
@@ -40,7 +52,7 @@ def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
         OSError: the file cannot be opened or read.
         DocumentError: it is longer than `max_bytes`, is a device, or is not UTF-8.
     """
-    data = _read_bytes(path, max_bytes)
+    data = read_bytes(path, max_bytes)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -86,12 +98,11 @@ def parse_toml(text: str) -> dict[str, Any]:
     """
     if len(text) > MAX_TOML_BYTES:
         raise DocumentError(f"longer than {MAX_TOML_BYTES} characters, the limit")
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.count(".") > _MAX_DOTS:
+    for token in _TOML_TOKEN.finditer(text):
+        if token["deep_key"]:
+            line = text.count("\n", 0, token.start()) + 1
             raise DocumentError(
-                f"more than {_MAX_DOTS} dots in one line, the limit for dotted keys and for "
-                "floats; divide the line",
-                number,
+                f"a dotted key with more than {_MAX_KEY_DOTS} dots, the limit", line
             )
     try:
         document = tomllib.loads(text)
@@ -131,17 +142,25 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     return value
 
 
-def _read_bytes(path: Path, max_bytes: int) -> bytes:
+def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Read a file; a FIFO that nobody writes to is empty, and is not waited for.
+
+    Raises:
+        OSError: the file cannot be opened or read.
+        DocumentError: it is longer than `max_bytes`, is a device, or has an impossible name.
+    """
     try:
         file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115, closed below
     except ValueError:  # a NUL or a lone surrogate in the name
         raise DocumentError("no file can have this name") from None
     with file:
-        mode = os.fstat(file.fileno()).st_mode
+        status = os.fstat(file.fileno())
+        mode = status.st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):  # a pipe of the shell is a FIFO
             raise DocumentError("not a regular file")
         os.set_blocking(file.fileno(), True)
-        data = file.read(max_bytes + 1)
+        # The buffer has the size that is asked for; a FIFO, or a file in /proc, has none.
+        data = file.read(min(max_bytes, max(status.st_size, MAX_JSON_BYTES)) + 1)
     if len(data) > max_bytes:
         raise DocumentError(f"longer than {max_bytes} bytes, the limit")
     return data

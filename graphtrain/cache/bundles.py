@@ -8,6 +8,7 @@ from graphtrain.cache.failures import directory_name, store_files
 from graphtrain.cache.key import CacheKey
 from graphtrain.cache.layout import StorePaths
 from graphtrain.errors import CacheError
+from sharding_rules.documents import parse_object
 
 KEYS_FILE = "keys.json"
 
@@ -30,7 +31,7 @@ def read(directory: Path) -> tuple[CacheKey, CacheKey, dict[str, bytes]]:
     """
     try:
         files = {each.name: each.read_bytes() for each in directory.glob("*") if each.is_file()}
-        keys = json.loads(files.pop(KEYS_FILE))
+        keys = parse_object(files.pop(KEYS_FILE))
         program, request = (CacheKey.from_json(keys[name]) for name in ("program", "request"))
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise CacheError(f"not a bundle: {KEYS_FILE} cannot be read: {error!r}") from None

@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 import numpy as np
+from typing_extensions import TypedDict
 
 import lowering
 from graphtrain.checkpoints import private_orbax
@@ -21,6 +22,7 @@ from graphtrain.config.identity import differences, is_of_model, model_mathemati
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Program
 from graphtrain.errors import TrainingError
+from graphtrain.files import validate
 from graphtrain.graphs.open_model import open_language_model
 from lowering.trees import Tree, flatten
 from lowering.xla import distributed
@@ -339,6 +341,29 @@ class Checkpoints:
         return self._opened
 
 
+# A change of a setting that --allow-change permitted.
+_Change = TypedDict("_Change", {"step": int, "name": str, "from": Any, "to": Any})
+
+
+class _Journal(TypedDict):
+    """Position in the journal: return value of `graphtrain.run.metrics.Journal.position`."""
+
+    bytes: int
+    sha256: str
+
+
+class _Metadata(TypedDict):
+    """The item "about" of a checkpoint."""
+
+    loader: dict[str, Any]
+    arrays: dict[str, tuple[list[int], str]]
+    rows: NotRequired[list[int | None] | None]
+    identity: NotRequired[dict[str, Any]]
+    changes: NotRequired[list[_Change]]
+    journal: NotRequired[_Journal | None]
+    validation_loss: NotRequired[float | None]
+
+
 @dataclass(frozen=True)
 class _Preservation:
     """Preservation policy of Orbax: which checkpoints are retained."""
@@ -373,6 +398,7 @@ def read_checkpoint_info(directory: Path, step: int) -> CheckpointInfo:
     checkpoint_path = directory / str(step)
     with checkpoint_errors(checkpoint_path, "read; remove it to resume from an earlier checkpoint"):
         metadata = private_orbax.read_json_item(checkpoint_path, "about")
+        validate(_Metadata, metadata)
         rows = metadata.get("rows")
         return CheckpointInfo(
             metadata["loader"],

@@ -9,15 +9,31 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+
+from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
 
 from graphtrain.errors import TrainingError
-from graphtrain.files import atomic_write, content_digest, json_digest
+from graphtrain.files import atomic_write, content_digest, json_digest, validate
+from sharding_rules.documents import read_object
 
 NAME = "manifest.json"
 _VERSION = 1
 _UNVERIFIED = {NAME, "_CHECKPOINT_METADATA", "commit_success.txt"}
 _THREADS = min(8, os.cpu_count() or 1)  # hashlib releases the GIL
+
+
+class _File(TypedDict):
+    """Entry of one file."""
+
+    size: int
+    sha256: str
+
+
+class _Manifest(TypedDict):
+    """Contents of a manifest without its digest."""
+
+    version: int
+    files: dict[str, _File]
 
 
 class DamagedCheckpoint(TrainingError):
@@ -84,38 +100,38 @@ def verify_files(
         )
 
 
-def _read_manifest(directory: Path, path: Path) -> dict[str, Any]:
+def _read_manifest(directory: Path, path: Path) -> dict[str, _File]:
     try:
-        content = json.loads(path.read_text())
+        content = read_object(path)
         digest = content.pop("digest")
         if content["version"] != _VERSION:
             raise DamagedCheckpoint(
-                directory, f"{path.name} has version {content['version']}, not {_VERSION}"
+                directory, f"{path.name} has version {str(content['version'])[:80]}, not {_VERSION}"
             )
         if digest != json_digest(content):
             raise DamagedCheckpoint(
                 directory, f"{path.name} does not have the digest it was written by"
             )
-        return {str(name): dict(entry) for name, entry in content["files"].items()}
+        return validate(_Manifest, content)["files"]
     except FileNotFoundError:
         raise DamagedCheckpoint(
             directory,
             f"{path.name} is missing (removed, or the checkpoint is of an earlier version)",
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        first = str(error).partition("\n")[0]
-        raise DamagedCheckpoint(directory, f"{path.name} cannot be read ({first})") from None
+    except (OSError, ValueError, KeyError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DamagedCheckpoint(directory, f"{path.name} cannot be read ({reason})") from None
 
 
-def _verify_file(directory: Path, name: str, entry: dict[str, Any], hashed: bool) -> None:
+def _verify_file(directory: Path, name: str, entry: _File, hashed: bool) -> None:
     path = directory / name
     try:
         size = path.stat().st_size
-        if size != entry.get("size"):
+        if size != entry["size"]:
             raise DamagedCheckpoint(
-                directory, f"{name} has {size} bytes instead of {entry.get('size')}"
+                directory, f"{name} has {size} bytes instead of {entry['size']}"
             )
-        if hashed and content_digest(path) != entry.get("sha256"):
+        if hashed and content_digest(path) != entry["sha256"]:
             raise DamagedCheckpoint(
                 directory, f"{name} does not have the SHA-256 it was written with"
             )
@@ -123,7 +139,7 @@ def _verify_file(directory: Path, name: str, entry: dict[str, Any], hashed: bool
         raise DamagedCheckpoint(directory, f"{name} cannot be read ({error.strerror})") from None
 
 
-def _shares(files: dict[str, Any], parts: int) -> Sequence[set[str]]:
+def _shares(files: dict[str, _File], parts: int) -> Sequence[set[str]]:
     """Divide files among ranks so that each hashes about as many bytes: largest first."""
     shares: list[set[str]] = [set() for _ in range(parts)]
     loads = [0] * parts
@@ -140,5 +156,5 @@ def _file_names(directory: Path) -> list[str]:
     return sorted(name for name in names if name not in _UNVERIFIED)
 
 
-def _entry(path: Path) -> dict[str, Any]:
+def _entry(path: Path) -> _File:
     return {"size": path.stat().st_size, "sha256": content_digest(path)}

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from graphtrain.config.resolve import ResolvedProgram, layer_rows
 from graphtrain.config.schema import Program
 from graphtrain.errors import PlanError
+from graphtrain.files import first_problem
 from sharding_rules import documents
 
 _FORMAT = 1
@@ -95,7 +96,8 @@ def read_json(path: Path) -> Strategy:
         arrays = {name: dict(array) for name, array in contents["arrays"].items()}
         return Strategy(program, tuple(contents["rows"]), arrays)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(f"{path} is not a strategy file ({error!r}); {_remedy(path)}") from error
+        reason = first_problem(error) if isinstance(error, ValidationError) else repr(error)
+        raise PlanError(f"{path} is not a strategy file ({reason}); {_remedy(path)}") from error
 
 
 def _remedy(path: Path) -> str:

@@ -144,6 +144,7 @@ def _exit_status(error: Exception) -> int | None:
     return 2 if is_file_error else None
 
 
+_MAX_MESSAGE = 10_000  # characters; a damaged file may have names of megabytes
 # The state of the user's files: names too long, links in circles, permissions, full disks. Others,
 # such as a file that does not exist, may be a defect of graphtrain where they were not expected.
 _USERS_ERRNO = {
@@ -160,4 +161,5 @@ _USERS_ERRNO = {
 def _words(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return str(missing_extra(error.name or "", "this command"))
-    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    words = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    return words if len(words) <= _MAX_MESSAGE else f"{words[:_MAX_MESSAGE]}..."

@@ -78,15 +78,11 @@ def check(
 
     If they differ, prints the difference and exits with 5.
     """
-    from graphtrain.errors import PlanError
-    from graphtrain.planning.lock import lock_diff, lock_path
+    from graphtrain.planning.lock import lock_diff, lock_path, read_lock
 
     path = locked or lock_path(config)
-    if not path.exists():
-        raise PlanError(f"{path}: no such file; write it with: graphtrain plan lock {config}")
-    diff_lines = lock_diff(
-        path.read_text(), _assess(config, target, overrides, cache, ask_compiler)
-    )
+    locked_text = read_lock(path)
+    diff_lines = lock_diff(locked_text, _assess(config, target, overrides, cache, ask_compiler))
     if not diff_lines:
         click.echo(f"{path} is up to date")
         return

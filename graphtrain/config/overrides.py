@@ -48,8 +48,9 @@ def parse_overrides(changes: Sequence[str], target: str | None) -> tuple[Overrid
 
 
 def _flag(change: str) -> str:
-    """Return the flag for messages, shortened."""
-    return f"--set {change[:_LONGEST_FLAG]}{'...' if len(change) > _LONGEST_FLAG else ''}"
+    """Return the flag for messages, shortened and in one line."""
+    shown = change[:_LONGEST_FLAG].replace("\r", "\\r").replace("\n", "\\n")
+    return f"--set {shown}{'...' if len(change) > _LONGEST_FLAG else ''}"
 
 
 def _parse(change: str) -> Override:

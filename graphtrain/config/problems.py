@@ -233,6 +233,8 @@ def _failed_check(source: ConfigSource, table: KeyPath, message: str) -> str:
 
 
 def _missing(source: ConfigSource, path: KeyPath) -> str:
+    if path not in known_settings():  # inside one of several forms of a setting
+        return f"{_location_of(source, _setting(path))}: {path[-1]} is missing in a table of it"
     flag = source.flag(path)
     location = flag.flag if flag else source.location(source.lines.get(path[:-1]))
     needs = known_settings()[path].get("required", [])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.errors import LaunchError
+from graphtrain.files import validate
 from graphtrain.launch.job import Job
 from lowering.errors import PeerLost
 from lowering.extras import optional_import
@@ -95,6 +96,9 @@ def make_scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) ->
 
 
 def _script(options: Mapping[str, str], commands: list[str]) -> str:
+    for name, value in options.items():
+        if not f"{name}{value}".isprintable():  # a line break would end the #SBATCH line
+            raise LaunchError(f"--sbatch {name}={value!r}: a control character is not allowed")
     with optional_import("a Slurm script"):
         from simple_slurm import Slurm
 
@@ -152,8 +156,8 @@ def status(directory: Path) -> dict[str, tuple[int, str]]:
             "graphtrain launch slurm"
         )
     try:
-        job_ids = {name: int(job_id) for name, job_id in read_json(path).items()}
-    except (ValueError, TypeError, AttributeError) as error:
+        job_ids = validate(dict[str, int], read_json(path))
+    except (OSError, ValueError) as error:
         raise LaunchError(f"{path} does not contain the ids of launched jobs: {error}") from None
     return {name: (job_id, _state(job_id)) for name, job_id in job_ids.items()}
 

@@ -13,9 +13,15 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
-from sharding_rules.documents import parse_json
+from pydantic import Field
 
+from graphtrain.files import validate
+from sharding_rules.documents import DocumentError, parse_object, read_bytes
+
+_MAX_BYTES = 1 << 30  # of the file; an entry has some 400 bytes
+_Cost = Annotated[float, Field(ge=0, lt=1e30)]
 QUANTITIES = ("compile_seconds", "step_seconds", "peak_bytes")
 
 
@@ -23,20 +29,24 @@ QUANTITIES = ("compile_seconds", "step_seconds", "peak_bytes")
 class Costs:
     """Costs of a training step; None if unknown."""
 
-    compile_seconds: float | None = None
-    step_seconds: float | None = None  # the median over a run
-    peak_bytes: float | None = None  # of one device
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    compile_seconds: _Cost | None = None
+    step_seconds: _Cost | None = None  # the median over a run
+    peak_bytes: _Cost | None = None  # of one device
 
 
 @dataclass(frozen=True)
 class LedgerEntry:
     """Predicted and measured costs of one run."""
 
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
     target: str
     request: str  # digest of the request key
     when: str  # UTC
     steps: int  # number of measured steps
-    stablehlo_bytes: int  # size of the compiler's input
+    stablehlo_bytes: Annotated[int, Field(ge=0, lt=2**63)]  # size of the compiler's input
     predicted: Costs
     measured: Costs
 
@@ -71,17 +81,15 @@ def append(path: Path, entry: LedgerEntry) -> None:
 
 def read(path: Path) -> list[LedgerEntry]:
     """Return all complete entries, oldest first; an empty list if there is no ledger."""
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    lines = read_bytes(path, _MAX_BYTES).splitlines() if path.is_file() else []
     return [entry for line in lines if (entry := _parse(line)) is not None]
 
 
-def _parse(line: str) -> LedgerEntry | None:
-    """Parse a line; return None if it is truncated or written by another version."""
+def _parse(line: bytes) -> LedgerEntry | None:
+    """Parse a line; return None if it is truncated, damaged or written by another version."""
     try:
-        fields = parse_json(line)
-        predicted, measured = (Costs(**fields.pop(name)) for name in ("predicted", "measured"))
-        return LedgerEntry(predicted=predicted, measured=measured, **fields)
-    except (ValueError, TypeError, KeyError, AttributeError):
+        return validate(LedgerEntry, parse_object(line))
+    except DocumentError:
         return None
 
 

@@ -16,6 +16,7 @@ from graphtrain.errors import PlanError
 from graphtrain.planning.diff import placement
 from lowering.machine.target import Target
 from lowering.machine.toolchain import Toolchain
+from sharding_rules.documents import DocumentError, read_text
 
 _SUFFIX = ".plan"
 
@@ -23,6 +24,23 @@ _SUFFIX = ".plan"
 def lock_path(config: Path) -> Path:
     """Return the default path of the lock file of a configuration."""
     return config.with_suffix(_SUFFIX)
+
+
+def read_lock(path: Path) -> str:
+    """Return the text of a lock file.
+
+    Raises:
+        PlanError: the file does not exist, or is not text.
+    """
+    try:
+        return read_text(path)
+    except FileNotFoundError:
+        raise PlanError(
+            f"{path}: no such file; write it with: graphtrain plan lock CONFIG"
+        ) from None
+    except (OSError, DocumentError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PlanError(f"{path}: cannot be read as a lock: {reason}") from None
 
 
 def lock_text(assessment: Assessment) -> str:

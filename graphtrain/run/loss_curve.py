@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_LARGEST = 1e30  # loss in a chart; the library computes with sums and products of them
+
 
 def loss_curve(records: Sequence[Mapping[str, Any]], width: int = 72, height: int = 16) -> str:
     """Return the training and validation loss by step as a text chart.
@@ -21,7 +23,11 @@ def loss_curve(records: Sequence[Mapping[str, Any]], width: int = 72, height: in
         ("training", "loss", "braille"),
         ("validation", "validation_loss", "o"),
     ):
-        points = [(record["step"], record[key]) for record in records if key in record]
+        points = [
+            (record["step"], record[key])
+            for record in records
+            if record.get(key) is not None and abs(record[key]) < _LARGEST  # not NaN
+        ]
         if points:
             signal = figure.signal(*zip(*points, strict=True), marker=marker)
             figure.draw(signal.label(name))

@@ -10,11 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from graphtrain.errors import TrainingError
 from graphtrain.files import atomic_write, write_errors
 from lowering.machine import startup
+from sharding_rules.documents import DocumentError, read_bytes
 
 Record = Mapping[str, float | int | None]
 _NAME = "metrics.jsonl"
+_MAX_BYTES = 16 << 30  # a record has some 300 bytes
 
 # Every name in a record, with its meaning; docs/reference/metrics.md is made from it.
 METRICS = {
@@ -112,7 +115,7 @@ def read_journal(directory: Path) -> list[dict[str, Any]]:
     Lines that are no record are skipped, with one warning for all of them.
     """
     path = directory / _NAME
-    records, damaged = _parse(path.read_bytes() if path.exists() else b"")
+    records, damaged = _parse(_content(path))
     if damaged:
         lines = ", ".join(map(str, damaged[:10]))
         warnings.warn(
@@ -130,7 +133,7 @@ def good_steps(records: list[dict[str, Any]]) -> set[int]:
     return trained | {
         record["step"]
         for record in records
-        if math.isfinite(record.get("validation_loss", math.nan))
+        if (loss := record.get("validation_loss")) is not None and math.isfinite(loss)
     }
 
 
@@ -150,17 +153,38 @@ def _parse(content: bytes) -> tuple[list[dict[str, Any]], list[int]]:
     return records, damaged
 
 
+def _content(path: Path) -> bytes:
+    """Return the content of a journal, which is empty if there is none.
+
+    Raises:
+        TrainingError: it cannot be read.
+    """
+    if not path.exists():
+        return b""
+    try:
+        return read_bytes(path, _MAX_BYTES)
+    except (OSError, DocumentError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise TrainingError(f"{path}: cannot be read: {reason}") from None
+
+
 def _is_record(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and type(value.get("step")) is int
-        and all(number is None or type(number) in (int, float) for number in value.values())
+        and value["step"] >= 0
+        and all(map(_is_number_or_none, value.values()))
     )
+
+
+def _is_number_or_none(value: Any) -> bool:
+    is_integer = type(value) is int and value.bit_length() < 64
+    return value is None or is_integer or type(value) is float
 
 
 def _drop_records_after(path: Path, step: int, written: Mapping[str, Any] | None) -> bytes:
     """Rewrite the journal without later records, and return its content."""
-    content = path.read_bytes() if path.exists() else b""
+    content = _content(path)
     records, damaged = _parse(content)
     if damaged or (written is not None and not _begins_with(content, written)):
         copy = path.with_name(f"metrics.{step}.damaged.jsonl")

@@ -258,8 +258,8 @@ def _indexed_files(index: Path) -> list[Path]:
     except (OSError, ValueError) as error:
         raise WeightsError(f"{index} is not an index of weights: {error}") from error
     for name in files:
-        if Path(name).name != name or "\0" in name:
-            raise WeightsError(f"{index} lists {name}, which is outside its folder")
+        if Path(name).name != name or "\0" in name or len(name.encode(errors="replace")) > 255:
+            raise WeightsError(f"{index} lists {name[:200]!r}, which is outside its folder")
         if not (index.parent / name).is_file():
             raise WeightsError(f"{index} lists {name}, which does not exist")
     return [index.parent / name for name in files]

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
 
 from graphtrain.config.schema import Program
 from graphtrain.errors import WeightsError
-from graphtrain.files import create_directory
+from graphtrain.files import create_directory, validate
 from graphtrain.models.lora.trainable import LORA_A, LORA_B, trained_arrays
 from graphtrain.weights.convert import ConversionSummary
 from graphtrain.weights.factors import (
@@ -39,6 +40,17 @@ from sharding_rules.documents import read_object
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_MAX_PATTERN, _REPEAT = 200, re.compile(r"[*+{]")  # of regular expressions of module names
+
+
+class _AdapterConfig(TypedDict, total=False):
+    """Types of the entries of adapter_config.json that are read."""
+
+    peft_type: str | None
+    lora_alpha: float | None
+    alpha_pattern: dict[str, float] | None
+    use_rslora: bool | None
+
 
 Read = Callable[[Sequence[str], int | None], list[np.ndarray]]
 
@@ -296,7 +308,10 @@ def _read(directory: Path) -> dict[str, Any]:
     path = directory / _CONFIG
     try:
         config = read_object(path)
-    except (OSError, ValueError, TypeError) as error:
+        validate(_AdapterConfig, config)
+        for name in config.get("alpha_pattern") or {}:
+            _check_pattern(name)
+    except (OSError, ValueError) as error:
         raise WeightsError(f"{path} cannot be read: {error}") from error
     refused = {
         "peft_type": config.get("peft_type") != "LORA",
@@ -310,6 +325,20 @@ def _read(directory: Path) -> dict[str, Any]:
         if is_refused:
             raise WeightsError(f"{path}: {setting} = {config.get(setting)!r} is not supported")
     return config
+
+
+def _check_pattern(name: str) -> None:
+    """Raise ValueError unless this regular expression of module names is valid and quickly matched.
+
+    Matching takes exponential time for some repetitions of groups, and a power of the length of the
+    module's name for several repetitions.
+    """
+    if len(name) > _MAX_PATTERN or re.search(r"\)[*+?{]", name) or len(_REPEAT.findall(name)) > 3:
+        raise ValueError(f"alpha_pattern: {name[:80]!r} repeats groups or has over 3 repetitions")
+    try:
+        re.compile(name)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"alpha_pattern: {name[:80]!r} is not a pattern: {error}") from None
 
 
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:

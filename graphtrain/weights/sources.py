@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from graphtrain.config.presets import program_model_table
 from graphtrain.config.resolve import layer_rows, resolve
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
+from graphtrain.files import first_problem
 from graphtrain.models.lora.trainable import trained_arrays
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.files import SafetensorsFiles, open_weight_files
@@ -191,4 +192,5 @@ def read_model(path: Path) -> Model:
         table = program_model_table(read_toml(path))
         return TypeAdapter(Model).validate_json(json.dumps(table, default=str))
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{path} has no valid [program.model]: {error}") from error
+        reason = first_problem(error) if isinstance(error, ValidationError) else error
+        raise WeightsError(f"{path} has no valid [program.model]: {reason}") from error

@@ -57,6 +57,30 @@ def test_hostile_toml_is_refused_in_every_file(name, tmp_path):
         load_config(tmp_path / "a.toml", [f"program.model.preset={path}"])
 
 
+def test_only_the_dots_of_one_key_are_limited():
+    floats = ", ".join(f"0.{number}" for number in range(1, 501))
+    document = parse_toml(f"a = [{floats}]\nb = '{'x.' * 500}' # {'.' * 500}\n")
+    assert len(document["a"]) == 500
+    strings = 'c = """' + "d.e" * 500 + '""""\nf = "' + "g." * 500 + '"'
+    assert len(parse_toml(strings)) == 2
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "a." * 1500 + "b",
+        "a . " * 101 + "b",
+        '"a.\\"".' * 101 + "b",
+        "'a'." * 101 + "b",
+        "1." * 101 + "b",
+    ],
+)
+@pytest.mark.parametrize("document", ["{} = 1", "[{}]", "x = {{ y = 1, {} = 1 }}", '"""a"""" {}'])
+def test_a_long_dotted_key_is_refused_wherever_it_stands(key, document):
+    with pytest.raises(DocumentError, match="line 2: a dotted key with more than 100 dots"):
+        parse_toml("x = 'a.b' # c.d\n" + document.format(key))
+
+
 @pytest.mark.parametrize("content", ["program = 5", "program.model = 5", "", "[[program.model]]"])
 def test_a_preset_without_a_model_is_refused(content, tmp_path):
     (tmp_path / "preset.toml").write_text(content)

@@ -149,8 +149,11 @@ class Loader:
                     f"and is now {value}; restore the setting or the dataset, or restart from "
                     "step 0"
                 )
+        step = state.get("step")
+        if type(step) is not int or step < 0:
+            raise DataError(f"the position of the data is damaged: its step is {step!r:.80}")
         self._iterator.close()
-        self._start(state["step"])
+        self._start(step)
 
     def documents(self, step: int) -> dict[str, np.ndarray]:
         """Return the document indices in the global batch of a step, ascending, by dataset."""

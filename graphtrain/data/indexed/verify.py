@@ -60,8 +60,8 @@ def verify_sample(prefix: str | Path) -> None:
         return
     try:
         damaged = damaged_block(prefix, description.samples)
-    except FileNotFoundError as error:
-        raise DataError(f"{error.filename}: no such file; prepare the dataset again") from None
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}; prepare the dataset again") from None
     if damaged is not None:
         path, offset = damaged
         raise DataError(

@@ -51,6 +51,8 @@ def read_lines(path: Path, document: TextDocument, start: FilePosition) -> Itera
 
 def open_file(path: Path) -> BinaryIO:
     """Open a file for reading; raise a `DataError` if that fails."""
+    if path.exists() and not path.is_file() and not path.is_dir():  # to open a pipe would wait
+        raise DataError(f"{path}: is not a file; its content is read twice, so write it to one")
     try:
         return path.open("rb")
     except OSError as error:

@@ -9,17 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from graphtrain.data.tokenizers.consistency import check_ids, check_tokenizer
 from graphtrain.data.tokenizers.offsets import TokensWithOffsets
 from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE, chat_template_of_config
 from graphtrain.data.tokenizers.special_tokens import (
     TOKENIZER_CONFIG,
     added_bos,
     read_companion,
+    token_text,
 )
 from graphtrain.data.tokenizers.word_cache import GPT2_WORDS_PATTERN, WordCache, splits_like_gpt2
 from graphtrain.errors import DataError
 from graphtrain.files import atomic_write
 from lowering.extras import optional_import
+from sharding_rules.documents import DocumentError, parse_object, read_bytes
 
 # Files next to tokenizer.json: special tokens by role, and the chat template.
 COMPANION_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
@@ -181,7 +184,9 @@ def read_huggingface(path: Path, eod: str | None = None) -> HuggingFaceTokenizer
     """
     companion_names = [name for name in COMPANION_FILES if (path.parent / name).is_file()]
     companions = {name: _read(path.parent / name) for name in companion_names}
-    return HuggingFaceTokenizer(_read(path), str(path), eod=eod, companions=companions)
+    definition = _read(path)
+    check_tokenizer(definition, str(path))
+    return HuggingFaceTokenizer(definition, str(path), eod=eod, companions=companions)
 
 
 def read_gpt2(vocab: Path, merges: Path, eod: str | None = None) -> HuggingFaceTokenizer:
@@ -195,13 +200,16 @@ def read_gpt2(vocab: Path, merges: Path, eod: str | None = None) -> HuggingFaceT
     _import(str(vocab))
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    for path in (vocab, merges):
-        _read(path)
+    if not _read(merges):  # the library would wait for a FIFO
+        raise DataError(f"{merges}: is empty")
     try:
+        check_ids(parse_object(_read(vocab)))
         table, pairs = models.BPE.read_file(str(vocab), str(merges))
         tokenizer = Tokenizer(models.BPE(table, pairs))
     except Exception as error:  # the library has no other class for its errors
-        raise DataError(f"{vocab}, {merges}: not the files of a BPE tokenizer ({error})") from None
+        raise DataError(
+            f"{vocab}, {merges}: not the files of a BPE tokenizer ({str(error)[:200]})"
+        ) from None
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = [AddedToken(token, normalized=False) for token in _EOD_TOKENS if token in table]
@@ -259,8 +267,7 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _end_of_sequence(companion: bytes, name: str) -> str | None:
-    token = read_companion(companion, name).get("eos_token")
-    return token.get("content") if isinstance(token, dict) else token
+    return token_text(read_companion(companion, name), "eos_token", name)
 
 
 def _load(definition: bytes, name: str) -> Any:
@@ -268,7 +275,9 @@ def _load(definition: bytes, name: str) -> Any:
     try:
         return tokenizers.Tokenizer.from_str(definition.decode())
     except Exception as error:  # the library has no other class for its errors
-        raise DataError(f"{name}: not a tokenizer of the tokenizers library ({error})") from None
+        raise DataError(
+            f"{name}: not a tokenizer of the tokenizers library ({str(error)[:200]})"
+        ) from None
 
 
 def _import(name: str) -> Any:
@@ -281,6 +290,8 @@ def _import(name: str) -> Any:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bytes(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
+    except DocumentError as error:
+        raise DataError(f"{path}: {error}") from None

@@ -9,6 +9,7 @@ from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from graphtrain.data.tokenizers.special_tokens import TOKENIZER_CONFIG
 from graphtrain.errors import DataError
+from sharding_rules.documents import DocumentError, read_bytes
 
 
 def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
@@ -34,10 +35,12 @@ def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
     if path.suffix == ".model":
         config = path.parent / TOKENIZER_CONFIG
         try:
-            config_bytes = config.read_bytes() if config.is_file() else None
-            return SentencePieceTokenizer(path.read_bytes(), str(path), eod, config_bytes)
+            config_bytes = read_bytes(config) if config.is_file() else None
+            return SentencePieceTokenizer(read_bytes(path), str(path), eod, config_bytes)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from None
+        except DocumentError as error:
+            raise DataError(f"{path}: {error}") from None
     if path.suffix == SUFFIX:
         return _read_characters(path, eod)
     vocab, comma, merges = str(path).partition(",")
@@ -54,9 +57,11 @@ def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
 def _read_characters(path: Path, eod: str | None) -> CharacterTokenizer:
     check_no_eod(eod)
     try:
-        return CharacterTokenizer(path.read_bytes(), str(path))
+        return CharacterTokenizer(read_bytes(path), str(path))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
+    except DocumentError as error:
+        raise DataError(f"{path}: {error}") from None
 
 
 def check_no_eod(eod: str | None) -> None:

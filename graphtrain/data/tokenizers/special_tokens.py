@@ -46,13 +46,30 @@ def added_bos(config: bytes, name: str, default: str) -> str | None:
         default: BOS of a tokenizer whose config names none.
 
     Raises:
-        DataError: `config` is not a JSON object.
+        DataError: `config` is not a JSON object, or its bos_token is not a token.
     """
     fields = read_companion(config, name)
     if fields.get("add_bos_token") is not True:
         return None
-    token = fields.get("bos_token") or default
-    return token.get("content") if isinstance(token, dict) else token
+    return token_text(fields, "bos_token", name) or default
+
+
+def token_text(fields: dict[str, Any], role: str, name: str) -> str | None:
+    """Return the text of a special token in a tokenizer_config.json; None if it has none.
+
+    Args:
+        fields: Content of the file.
+        role: Name of the entry, for example eos_token.
+        name: Path for error messages.
+
+    Raises:
+        DataError: the entry is not a token.
+    """
+    token = fields.get(role)
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise DataError(f"{name}: {role} = {token!r:.80} is not a token")
+    return text
 
 
 def read_companion(content: bytes, name: str) -> dict[str, Any]:

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 from einops import EinopsError, rearrange
+from pydantic import ValidationError
 
 from graphtrain.config.schema import MixtureOfExperts, Model
 from graphtrain.errors import WeightsError
+from graphtrain.files import first_problem
 from graphtrain.models.shapes import parameter_arrays
 
 Config = Mapping[str, Any]  # config.json
@@ -89,7 +91,8 @@ class Family:
         except KeyError as error:
             raise WeightsError(f"config.json: {error} is missing") from error
         except (ValueError, TypeError, AttributeError) as error:  # also entries of other types
-            raise WeightsError(f"config.json does not describe a valid model: {error}") from error
+            reason = first_problem(error) if isinstance(error, ValidationError) else error
+            raise WeightsError(f"config.json does not describe a valid model: {reason}") from error
 
     def config_from_model(self, model: Model) -> dict[str, Any]:
         """Return the contents of a config.json that describes a model."""

@@ -4,8 +4,10 @@ import hashlib
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 from lowering.errors import LoweringError
+from sharding_rules.documents import read_json, read_text
 
 # Versions up to 2.12 write the second.
 JSON_FILE, TEXT_FILE = "compile_flags.json", "compile_flags.txt"
@@ -36,16 +38,16 @@ def read(directory: Path) -> list[str]:
         LoweringError: the entry has no file of flags, or the file cannot be parsed.
     """
     try:
-        return _parsed((directory / JSON_FILE).read_text())
+        return _checked(read_json(directory / JSON_FILE))
     except FileNotFoundError:
         pass
-    except ValueError:
+    except (OSError, ValueError):
         raise LoweringError(f"{directory / JSON_FILE} is not a JSON list of flags") from None
     try:
-        return shlex.split((directory / TEXT_FILE).read_text())
+        return shlex.split(read_text(directory / TEXT_FILE))
     except FileNotFoundError:
         raise LoweringError(f"{directory} contains neither {JSON_FILE} nor {TEXT_FILE}") from None
-    except ValueError as error:  # an unterminated quotation
+    except (OSError, ValueError) as error:  # also an unterminated quotation
         raise LoweringError(f"{directory / TEXT_FILE} is not a line of flags: {error}") from None
 
 
@@ -59,10 +61,9 @@ def target_flag(flags: list[str]) -> str | None:
     return None
 
 
-def _parsed(text: str) -> list[str]:
-    flags = json.loads(text)
+def _checked(flags: Any) -> list[str]:
     if not (isinstance(flags, list) and all(isinstance(flag, str) for flag in flags)):
-        raise ValueError(text)
+        raise ValueError("not a list of strings")
     return flags
 
 
