@@ -57,8 +57,14 @@ def check_axes(names: Iterable[str | None], known: dict[str, str], where: str) -
         ShardingError: a name is unknown; the message suggests the most similar one.
     """
     for name in names:
-        if name is None or name in known:
-            continue
-        similar = difflib.get_close_matches(name[:100], known, n=1)
-        hint = f"did you mean {similar[0]!r}?" if similar else f"known axes: {', '.join(known)}"
-        raise ShardingError(f"{where}: unknown axis {name!r}; {hint}")
+        if name is not None and (problem := unknown_axis(name, known)):
+            raise ShardingError(f"{where}: {problem}")
+
+
+def unknown_axis(name: str, known: dict[str, str]) -> str:
+    """Return that an axis is unknown, with the most similar one; empty if it is known."""
+    if name in known:
+        return ""
+    similar = difflib.get_close_matches(name[:100], known, n=1)
+    hint = f"did you mean {similar[0]!r}?" if similar else f"known axes: {', '.join(known)}"
+    return f"unknown axis {name!r}; {hint}"

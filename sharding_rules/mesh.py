@@ -38,7 +38,8 @@ class MeshShape:
         quotient, remainder = divmod(devices, fixed.devices)
         if remainder or not (rest_axes or quotient == 1):
             remedy = (
-                f"{devices} is not a multiple of {fixed.devices}"
+                f"{devices} is not a multiple of {fixed.devices}; use sizes whose product divides "
+                f"{devices}"
                 if remainder
                 else f'set one axis to "rest", or use a target of {fixed.devices} devices'
             )

@@ -1,5 +1,6 @@
 """make_plan: apply sharding rules to every array, or raise an error that says why it fails."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -86,14 +87,20 @@ def make_layout(path: str, spec: ArraySpec, rules: Rules, mesh: MeshShape) -> Ar
     return ArrayLayout(spec, tuple(split))
 
 
+def common_divisors(size: int, devices: int) -> list[int]:
+    """Return the largest numbers of shards into which both a size and a mesh divide."""
+    common = math.gcd(size, devices)
+    small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
+    return sorted({*small, *(common // n for n in small)})[-_MAX_DIVISORS:]
+
+
 def _does_not_divide(
     path: str, axis: str | None, size: int, names: tuple[str, ...], mesh: MeshShape
 ) -> str:
     shards = mesh.size(names)
     lower_multiple = size // shards * shards
     sizes = f"{lower_multiple} or {lower_multiple + shards}" if lower_multiple else f"{shards}"
-    smaller = [n for n in range(1, min(size, shards) + 1) if size % n == 0]
-    divisors = ", ".join(map(str, smaller[-_MAX_DIVISORS:]))
+    divisors = ", ".join(map(str, common_divisors(size, mesh.devices)))
     return (
         f"{path}: axis {axis!r} has size {size}, which {' x '.join(names)} = {shards} does not "
         f"divide; sizes that divide: {axis} = {sizes}, or {' x '.join(names)} = {divisors}"

@@ -1,15 +1,17 @@
 """Rules: tables from array axis to mesh axes, from presets and from the user's files."""
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from sharding_rules.arrays import Role
-from sharding_rules.axes import ARRAY_AXES, MESH_AXES, check_axes
+from sharding_rules.axes import ARRAY_AXES, MESH_AXES, check_axes, unknown_axis
 from sharding_rules.documents import DocumentError, read_toml
-from sharding_rules.errors import ShardingError
+from sharding_rules.errors import RuleProblem, RulesError, ShardingError
 
 Table = Mapping[str, tuple[str, ...]]
 
@@ -43,28 +45,20 @@ class Rules:
         """Combine presets and files (names that end in .toml); the union of their mesh axes.
 
         Raises:
-            ShardingError: a name is unknown, or a file is not a valid rule table.
+            RulesError: names are unknown, or files are not valid rule tables; has all problems.
         """
         tables: dict[str, dict[str, tuple[str, ...]]] = {name: {} for name in _TABLES}
         arrays: dict[str, Table] = {}
+        problems: list[RuleProblem] = []
         for name in names:
-            document = _read(name)
-            unknown = set(document) - {*_TABLES, "arrays"}
-            if unknown:
-                raise ShardingError(
-                    f"rules {name!r}: unknown table {sorted(unknown)[0]!r}; known tables: "
-                    f"{', '.join((*_TABLES, 'arrays'))}"
-                )
+            document = _read(name, problems)
             for table in _TABLES:
-                _merge(tables[table], document.get(table, {}), name)
+                _merge(tables[table], document.get(table, {}), (table,), name, problems)
             for pattern, table in document.get("arrays", {}).items():
-                if not isinstance(table, Mapping):
-                    raise ShardingError(
-                        f"rules {name!r}: arrays.{pattern!r} = {table!r} is not a table; map "
-                        "array axes to mesh axes"
-                    )
-                _merge(override := {}, table, name)
+                _merge(override := {}, table, ("arrays", pattern), name, problems)
                 arrays[pattern] = {**arrays.get(pattern, {}), **override}
+        if problems:
+            raise RulesError(problems)
         return cls(arrays=arrays, **tables)
 
     def table_for(self, role: Role, path: str = "") -> Table:
@@ -126,31 +120,72 @@ def presets() -> list[str]:
     return sorted(path.stem for path in _PRESETS.glob("*.toml"))
 
 
-def _read(name: str) -> dict:
-    path = Path(name) if name.endswith(".toml") else _PRESETS / f"{name}.toml"
+def _read(name: str, problems: list[RuleProblem]) -> dict[str, Any]:
+    """Return the tables in a preset or a file; add what is wrong with it as a whole."""
+    is_file = name.endswith(".toml")
     try:
-        return read_toml(path)
+        document = read_toml(Path(name) if is_file else _PRESETS / f"{name}.toml")
     except FileNotFoundError:
-        raise ShardingError(
-            f"unknown rules {name!r}; use a preset ({', '.join(presets())}) or the path of a .toml "
-            "file"
-        ) from None
-    except OSError as error:
-        raise ShardingError(f"rules {name}: cannot be read: {error.strerror}") from None
-    except DocumentError as error:
-        raise ShardingError(f"rules {name}: {error}") from None
+        problems.append(RuleProblem(name, (), _absent(name)))
+        return {}
+    except (OSError, DocumentError) as error:
+        reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        problems.append(RuleProblem(name, (), reason))
+        return {}
+    known = (*_TABLES, "arrays")
+    for table in document:
+        if table not in known:
+            hint = _closest(table, known) or f"known tables: {', '.join(known)}"
+            problems.append(RuleProblem(name, (table,), f"unknown table {table!r}; {hint}"))
+        elif not isinstance(document[table], dict):
+            problems.append(RuleProblem(name, (table,), f"{document[table]!r} is not a table"))
+    return {table: value for table, value in document.items() if isinstance(value, dict)}
 
 
-def _merge(merged: dict[str, tuple[str, ...]], table: Mapping, name: str) -> None:
+def _absent(name: str) -> str:
+    if name.endswith(".toml"):
+        folder = Path(name).parent
+        present = [str(folder / path.name) for path in folder.glob("*.toml")]
+        return f"no such file; {_closest(name, present) or 'write it, or name a preset'}"
+    hint = _closest(name, presets())
+    every = f"use a preset ({', '.join(presets())}) or the path of a .toml file"
+    return f"no such preset; {hint or every}"
+
+
+def _closest(name: str, known: Iterable[str]) -> str:
+    """Return a hint with the most similar name; empty if none is similar."""
+    close = difflib.get_close_matches(name[:100], list(known), n=1)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def _merge(
+    merged: dict[str, tuple[str, ...]],
+    table: Any,
+    key: tuple[str, ...],
+    name: str,
+    problems: list[RuleProblem],
+) -> None:
+    """Add the rules in a table of a file to those of others; add what is wrong with it."""
+    if not isinstance(table, Mapping):
+        reason = f"{table!r} is not a table; map array axes to mesh axes"
+        problems.append(RuleProblem(name, key, reason))
+        return
     for axis, value in table.items():
         added = (value,) if isinstance(value, str) else value
-        if not isinstance(added, list | tuple) or not all(
-            isinstance(name_or_axis, str) for name_or_axis in added
-        ):
-            raise ShardingError(
-                f"rules {name!r}: {axis} = {value!r} is not a mesh axis or a list of mesh axes"
-            )
-        merged[axis] = _in_mesh_order({*merged.get(axis, ()), *added})
+        if reason := _wrong_rule(axis, value, added):
+            problems.append(RuleProblem(name, (*key, axis), reason))
+        else:
+            merged[axis] = _in_mesh_order({*merged.get(axis, ()), *added})
+
+
+def _wrong_rule(axis: str, value: Any, mesh_axes: Any) -> str:
+    """Return what is wrong with the mesh axes of an array axis; empty if nothing is."""
+    if problem := unknown_axis(axis, ARRAY_AXES):
+        return problem
+    is_list = isinstance(mesh_axes, list | tuple)
+    if not is_list or not all(isinstance(one, str) for one in mesh_axes):
+        return f"{value!r} is not a mesh axis or a list of mesh axes"
+    return next(filter(None, (unknown_axis(one, MESH_AXES) for one in mesh_axes)), "")
 
 
 def _union(table: Table, other: Table) -> Table:

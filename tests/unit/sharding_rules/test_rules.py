@@ -1,6 +1,6 @@
 import pytest
 
-from sharding_rules.errors import ShardingError
+from sharding_rules.errors import RulesError, ShardingError
 from sharding_rules.rules import Rules, presets
 
 
@@ -14,10 +14,8 @@ def test_every_preset_loads_alone():
 
 
 def test_a_missing_preset_lists_those_there_are():
-    with pytest.raises(
-        ShardingError, match=r"unknown rules 'fsdpp'; use a preset \(context, data, e"
-    ):
-        Rules.load(["fsdpp"])
+    with pytest.raises(ShardingError, match=r"'wide': no such preset; use a preset \(context, dat"):
+        Rules.load(["wide"])
 
 
 def test_a_misspelt_array_axis_suggests_the_nearest(tmp_path):
@@ -30,7 +28,7 @@ def test_a_misspelt_array_axis_suggests_the_nearest(tmp_path):
 def test_a_rule_of_the_wrong_kind_says_where(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text("[parameters]\nheads = [1]\n")
-    with pytest.raises(ShardingError, match=r"mine.toml'?: heads = \[1\] is not a mesh axis"):
+    with pytest.raises(ShardingError, match=r"mine.toml': parameters.heads: \[1\] is not a mes"):
         Rules.load([str(file)])
 
 
@@ -102,3 +100,20 @@ def test_axes_split_by_hand_are_left_to_the_hand(overridden):
     assert rest.parameters["embed"] == ()
     assert rest.table_for("parameter", "parameters/layers/mlp/up")["mlp"] == ("tensor",)
     assert rest.activations["batch"] == ()
+
+
+def test_every_mistake_of_a_file_is_reported_with_its_key(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        '[parameters]\nmpl = "tensor"\nheads = ["tensr"]\n[params]\n[activations]\nbatch = 3\n'
+    )
+    with pytest.raises(RulesError) as found:
+        Rules.load([str(file), "fdsp", str(tmp_path / "min.toml")])
+    assert [(problem.key, problem.reason) for problem in found.value.problems] == [
+        (("params",), "unknown table 'params'; did you mean parameters?"),
+        (("parameters", "mpl"), "unknown axis 'mpl'; did you mean 'mlp'?"),
+        (("parameters", "heads"), "unknown axis 'tensr'; did you mean 'tensor'?"),
+        (("activations", "batch"), "3 is not a mesh axis or a list of mesh axes"),
+        ((), "no such preset; did you mean fsdp?"),
+        ((), f"no such file; did you mean {file}?"),
+    ]
