@@ -24,7 +24,7 @@ from lowering.extras import is_optional, missing_extra
 _COMMAND_HELP = {
     "cache": "List, explain, verify, share and remove compiled programs.",
     "compile": "Compile every graph of a run into the cache, in parallel.",
-    "config": "Show a resolved configuration, or the JSON schema for editors.",
+    "config": "Check or show a configuration; print the reference of settings.",
     "convert": "Convert weights from and to other formats; reshard checkpoints.",
     "data": "Tokenize text and conversations for training; inspect datasets.",
     "doctor": "Report what this machine can compile for and run on.",

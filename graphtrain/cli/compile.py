@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from graphtrain.cli.checked import check
 from graphtrain.cli.export_note import say_export_obstacle
 from graphtrain.cli.options import (
     ConfigPath,
@@ -97,6 +98,8 @@ def command(
     installed on this machine, graphs for Neuron are written as bundles, which
     graphtrain neuron finish compiles on a machine that has it.
     """
+    for path in configs:
+        check(path, overrides, target, "COMPILE", outputs={"--report": report})
     from graphtrain.api.programs import compile_report
     from graphtrain.config import load_config
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     cache_option,
     compile_hint,
@@ -53,6 +54,7 @@ def command(
     For a run without checkpoints, measures the weights that it would start from. For a preference
     loss (DPO), the mean is per pair.
     """
+    check(config, overrides, target, "EVALUATE_BIGRAM" if bigram else "EVALUATE")
     from graphtrain.api.runs import evaluate
     from graphtrain.run.processes import is_rank_zero
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     arguments,
     cache_option,
@@ -77,6 +78,7 @@ def slurm(
     The run has one task on each host. Before its time limit, and when it is preempted, it saves a
     checkpoint and is requeued; it then resumes from that checkpoint.
     """
+    check(config, overrides, target, "LAUNCH_ELSEWHERE" if dry_run else "LAUNCH")
     from graphtrain.launch import slurm as scheduler
 
     job = _job(config, target, overrides, cache, workers)
@@ -118,6 +120,7 @@ def kubernetes(
     namespace: str | None,
 ) -> None:
     """Print a JobSet that compiles CONFIG and then trains, for kubectl apply -f -."""
+    check(config, overrides, target, "LAUNCH_ELSEWHERE")
     from graphtrain.launch.kubernetes import job_set
 
     job = _job(config, target, overrides, cache, workers)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     ConfigPath,
     cache_option,
@@ -53,6 +54,8 @@ def diff(
         raise click.UsageError(
             "give a second configuration, or a setting to change: --with SECTION.NAME=VALUE"
         )
+    check(before, overrides, target, "PLAN")
+    check(after or before, [*overrides, *changes], target, "PLAN")
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
     from graphtrain.config import load_config

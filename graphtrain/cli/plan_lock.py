@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from graphtrain.cli.checked import check as check_config
 from graphtrain.cli.options import (
     LocalPath,
     cache_option,
@@ -94,6 +95,7 @@ def check(
 def _assess(
     config: Path, target: str | None, overrides: Sequence[str], cache: Path, ask_compiler: bool
 ) -> "Assessment":
+    check_config(config, overrides, target, "PLAN")
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
     from graphtrain.config import load_config

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     LocalPath,
     cache_option,
@@ -97,6 +98,11 @@ def show(
     """Show the memory, communication and time of each device for the training step of CONFIG."""
     if results is not None and html is None:
         raise click.UsageError("--results is only shown on a page; add --html FILE")
+    if targets is None:
+        outputs = {"--html": html, "--save-strategy": strategy}
+        check(config, overrides, target, "PLAN", outputs=outputs)
+    else:
+        _check_targets(targets.split(","))
     from graphtrain.config import load_config
     from graphtrain.config.resolve import resolve
 
@@ -159,6 +165,22 @@ def console():
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
 
 
+def _check_targets(names: Sequence[str]) -> None:
+    """Refuse targets that do not exist, before any of them is assessed."""
+    from graphtrain.errors import PlanError
+    from lowering.errors import LoweringError
+    from lowering.machine.target import Target
+
+    problems = []
+    for name in names:
+        try:
+            Target.parse(name)
+        except LoweringError as error:
+            problems.append(f"--targets {name}: {error}")
+    if problems:
+        raise PlanError("\n".join(problems))
+
+
 def _compare(
     targets: Sequence[str],
     config: Path,
@@ -189,6 +211,8 @@ def _compare(
         for row in rows:
             if remark := row.error or (row.assessment.note if row.assessment else ""):
                 click.echo(f"{row.target}: {remark}")
+    if all(row.error for row in rows):
+        sys.exit(2)
 
 
 def _print_arrays(program: "ResolvedProgram", pattern: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     cache_option,
     compile_hint,
@@ -69,6 +70,8 @@ def command(
     """
     startup.pause_garbage_collection()  # until train() takes the first step
     startup.skip_blas_threads()
+    purpose = "RUN_AND_COMPILE" if compile_missing else "RUN"
+    check(config, overrides, target, purpose, allowed_changes=allowed_changes)
     from graphtrain.api.runs import train
     from graphtrain.config import load_config
 

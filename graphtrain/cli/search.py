@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     LocalPath,
     cache_option,
@@ -77,6 +78,7 @@ def command(
     cache and without an accelerator, and ranked again by their compiled memory and communication.
     Exits with 4 if no strategy fits.
     """
+    check(config, overrides, target, "SEARCH", outputs={"--output": output})
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
     from graphtrain.config import load_config, render

@@ -215,21 +215,35 @@ def _wrong_value(source: ConfigSource, path: KeyPath, value: Any, accepted: str)
 
 def _failed_check(source: ConfigSource, table: KeyPath, message: str) -> str:
     """Describe a failed check of several settings, at the last flag or first line that set one."""
-    mentioned_settings = [
+    settings = mentioned_settings(message, table)
+    settings.sort(key=lambda path: source.lines.get(path, 0))
+    name = f"{dotted(table)}: " if table else ""
+    return f"{locate(source, settings, table)}: {name}{message}"
+
+
+def mentioned_settings(message: str, table: KeyPath = ()) -> list[KeyPath]:
+    """Return the settings of a table that a message names, relative to the table."""
+    return [
         path
         for path in known_settings()
-        if len(path) > len(table)
+        if len(path) > max(1, len(table))  # "program" and "run" are words of any message
         and _within(path, table)
         and re.search(rf"(?<![\w.]){re.escape('.'.join(path[len(table) :]))}(?![\w.])", message)
     ]
+
+
+def locate(source: ConfigSource, settings: Collection[KeyPath], table: KeyPath = ()) -> str:
+    """Return the last flag that sets one of several settings, else the line of the first of them.
+
+    If none is set, return the line of the table that they are in.
+    """
     flags = [
         change.flag
         for change in source.overrides
-        if any(_within(path, change.path) for path in mentioned_settings)
+        if any(_within(path, change.path) for path in settings)
     ]
-    lines = [line for path in mentioned_settings if (line := source.lines.get(path))]
-    location = flags[-1] if flags else source.location(min(lines, default=source.line(table)))
-    return f"{location}: {dotted(table)}: {message}"
+    lines = (line for path in settings if (line := source.lines.get(path)))
+    return flags[-1] if flags else source.location(next(lines, source.line(table)))
 
 
 def _missing(source: ConfigSource, path: KeyPath) -> str:

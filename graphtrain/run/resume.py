@@ -147,7 +147,7 @@ class Resumption:
             except DamagedCheckpoint as damaged:
                 self._skip(damaged)
                 continue
-            self._check_identity(path, info)
+            check_identity(path, info, self.identity, self.allowed)
             return
 
     def _skip(self, damaged: DamagedCheckpoint) -> None:
@@ -168,25 +168,31 @@ class Resumption:
                 "one from a copy, or set run.directory to a new directory to start again"
             )
 
-    def _check_identity(self, path: Path, info: CheckpointInfo) -> None:
-        changed = _changed(info.identity, self.identity)
-        if unknown := [
-            name for name in self.allowed if name not in info.identity | dict(self.identity)
-        ]:
-            raise TrainingError(
-                f"--allow-change {unknown[0]}: no such setting in {path}; the names are those in "
-                "the error message of a refused change"
-            )
-        if refused := {name: both for name, both in changed.items() if name not in self.allowed}:
-            listed = "; ".join(
-                f"{name} was {say(saved)} and is {say(value)}"
-                for name, (saved, value) in refused.items()
-            )
-            raise TrainingError(
-                f"{path} was saved by another program or with other data: {listed}; change it "
-                "back, set run.directory to a new directory, or permit it with "
-                + " ".join(f"--allow-change {name}" for name in refused)
-            )
+
+def check_identity(
+    path: Path, info: CheckpointInfo, identity: Mapping[str, Any], allowed: Sequence[str]
+) -> None:
+    """Check that a checkpoint is of the same run, except for permitted changes.
+
+    Raises:
+        TrainingError: a setting or the data differs; names each with both values.
+    """
+    changed = _changed(info.identity, identity)
+    if unknown := [name for name in allowed if name not in info.identity | dict(identity)]:
+        raise TrainingError(
+            f"--allow-change {unknown[0]}: no such setting in {path}; the names are those in "
+            "the error message of a refused change"
+        )
+    if refused := {name: both for name, both in changed.items() if name not in allowed}:
+        listed = "; ".join(
+            f"{name} was {say(saved)} and is {say(value)}"
+            for name, (saved, value) in refused.items()
+        )
+        raise TrainingError(
+            f"{path} was saved by another program or with other data: {listed}; change it "
+            "back, set run.directory to a new directory, or permit it with "
+            + " ".join(f"--allow-change {name}" for name in refused)
+        )
 
 
 def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -14,6 +14,17 @@ from sharding_rules.documents import read_toml
 
 _SIZE = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)  # of one dimension of a topology
 CHIPS_PER_HOST = 4  # on a TPU
+# Words for a kind of machine, which people give in place of the model: platforms of its models.
+_KINDS = {
+    "gpu": ("cuda", "rocm"),
+    "cuda": ("cuda",),
+    "nvidia": ("cuda",),
+    "rocm": ("rocm",),
+    "amd": ("rocm",),
+    "tpu": ("tpu",),
+    "neuron": ("neuron",),
+    "trainium": ("neuron",),
+}
 _TOPOLOGIES = Path(__file__).parent / "topologies.toml"
 
 
@@ -34,22 +45,7 @@ class Target:
         machine, colon, sizes = name.partition(":")
         machine = machine[:100]  # no machine has a longer name
         if machine != "cpu" and _specification(machine) is None:
-            machine_names = machines()
-            close_matches = difflib.get_close_matches(machine, machine_names, n=1)
-            hint = (
-                f"did you mean {close_matches[0]}?"
-                if close_matches
-                else f"known machines: {', '.join(machine_names)}; "
-            )
-            hint += (
-                ""
-                if close_matches
-                else (
-                    f"a machine of another backend is known once its package is installed, with an "
-                    f"entry point {machine!r} in the group {backends.MACHINES}"
-                )
-            )
-            raise LoweringError(f"unknown target machine {machine!r}; {hint}")
+            raise LoweringError(f"unknown target machine {machine!r}; {_suggestion(machine)}")
         parts = (sizes if colon else "1").split("x")
         if not all(_SIZE.fullmatch(size) for size in parts) or len(parts) > 3:
             raise LoweringError(
@@ -168,6 +164,20 @@ class Target:
 
     def __str__(self) -> str:
         return f"{self.machine}:{'x'.join(map(str, self.topology))}"
+
+
+def _suggestion(machine: str) -> str:
+    """Return a hint for a machine that is not known."""
+    names = machines()
+    if platforms := _KINDS.get(machine.lower()):
+        of_kind = [one for one, table in _topologies().items() if table["platform"] in platforms]
+        return f"name the model, for example {of_kind[0]}; known: {', '.join(of_kind)}"
+    if close_matches := difflib.get_close_matches(machine, names, n=1):
+        return f"did you mean {close_matches[0]}?"
+    return (
+        f"known machines: {', '.join(names)}; a machine of another backend is known once its "
+        f"package is installed, with an entry point {machine!r} in the group {backends.MACHINES}"
+    )
 
 
 def machines() -> list[str]:

@@ -8,6 +8,7 @@ indices, from 0 to the number of sequences (int64).
 Source: megatron/core/datasets/indexed_dataset.py of https://github.com/NVIDIA/Megatron-LM
 """
 
+import difflib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,7 @@ class IndexedDataset:
         for path in (self._tokens_path, self._index_path):
             if not path.is_file():
                 raise DataError(missing_file(self.prefix, path.suffix))
-        self.dtype, sequences, boundaries = self._read_header()
+        self.dtype, sequences, boundaries = read_header(self._index_path)
         sizes, pointers, documents = self._read_index(sequences, boundaries)
         offsets = self._sequence_offsets(sizes, pointers)
         # In tokens: (documents + 1,).
@@ -111,30 +112,6 @@ class IndexedDataset:
     def document(self, index: int) -> np.ndarray:
         """Return the tokens of one document as a view of the file."""
         return self.tokens[self.document_offsets[index] : self.document_offsets[index + 1]]
-
-    def _read_header(self) -> tuple[np.dtype, int, int]:
-        path = self._index_path
-        with path.open("rb") as file:
-            header = file.read(HEADER.size)
-        if header[: len(MAGIC)] != MAGIC:
-            raise DataError(
-                f"{path}: bytes 0 to 8 are {header[:9]!r}, not {MAGIC!r}; "
-                "this is not the index of a Megatron dataset"
-            )
-        if len(header) < HEADER.size:
-            raise DataError(
-                f"{path}: ends at byte {len(header)}, inside its header; prepare the dataset again"
-            )
-        _, version, code, sequences, boundaries = HEADER.unpack(header)
-        if version != VERSION:
-            raise DataError(
-                f"{path}: byte 9: version {version} is not supported, only {VERSION} is"
-            )
-        dtype = DTYPES.get(code)
-        if dtype is None or dtype.kind == "f":
-            name = dtype.name if dtype else "unknown"
-            raise DataError(f"{path}: byte 17: dtype code {code} ({name}) is not an integer dtype")
-        return dtype, sequences, boundaries
 
     def _read_index(self, sequences: int, boundaries: int) -> tuple[np.ndarray, ...]:
         expected = HEADER.size + sequences * (4 + 8) + boundaries * 8
@@ -218,6 +195,33 @@ class IndexedDataset:
             )
 
 
+def read_header(path: Path) -> tuple[np.dtype, int, int]:
+    """Return the dtype of a token, and the numbers of sequences and boundaries, of an .idx.
+
+    Raises:
+        DataError: the file is not an index, or of another version.
+    """
+    with path.open("rb") as file:
+        header = file.read(HEADER.size)
+    if header[: len(MAGIC)] != MAGIC:
+        raise DataError(
+            f"{path}: bytes 0 to 8 are {header[:9]!r}, not {MAGIC!r}; "
+            "this is not the index of a Megatron dataset"
+        )
+    if len(header) < HEADER.size:
+        raise DataError(
+            f"{path}: ends at byte {len(header)}, inside its header; prepare the dataset again"
+        )
+    _, version, code, sequences, boundaries = HEADER.unpack(header)
+    if version != VERSION:
+        raise DataError(f"{path}: byte 9: version {version} is not supported, only {VERSION} is")
+    dtype = DTYPES.get(code)
+    if dtype is None or dtype.kind == "f":
+        name = dtype.name if dtype else "unknown"
+        raise DataError(f"{path}: byte 17: dtype code {code} ({name}) is not an integer dtype")
+    return dtype, sequences, boundaries
+
+
 def missing_file(prefix: str, suffix: str) -> str:
     """Return the message about a file of a dataset that does not exist, with what is there."""
     if prefix.endswith((".bin", ".idx")):
@@ -230,6 +234,12 @@ def missing_file(prefix: str, suffix: str) -> str:
         )
     elif Path(prefix).is_dir():
         hint = f"{prefix} is a directory without datasets"
+    elif close := difflib.get_close_matches(prefix, _datasets_beside(prefix), n=1):
+        hint = f"did you mean {close[0]}?"
     else:
         hint = "prepare the dataset with: graphtrain data prepare"
     return f"{prefix}{suffix}: no such file; {hint}"
+
+
+def _datasets_beside(prefix: str) -> list[str]:
+    return [str(index.with_suffix("")) for index in Path(prefix).parent.glob("*.idx")]

@@ -9,6 +9,7 @@ import numpy as np
 from graphtrain.data.indexed.blocks import sample_digests
 from graphtrain.data.indexed.dataset import IndexedDataset, dataset_paths
 from graphtrain.data.indexed.loss_spans import LossSpans, loss_spans_prefix
+from graphtrain.data.indexed.token_range import largest_token
 from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
@@ -58,6 +59,7 @@ class DatasetDescription:
     bos: tuple[int, ...] = ()  # ids that begin every document: BOS; empty: there are none
     digests: dict[str, str] | None = None  # of the .bin and the .idx, by suffix
     conversations: ConversationSettings | None = None  # None: plain text
+    largest: int | None = None  # largest token id; None: written by an earlier version
     samples: dict[str, list[str]] | None = (
         None  # of blocks, by suffix; graphtrain.data.indexed.blocks
     )
@@ -69,14 +71,16 @@ def file_digests(prefix: str | Path) -> dict[str, str]:
 
 
 def write_description(prefix: str | Path, description: DatasetDescription) -> DatasetDescription:
-    """Write the description of a dataset, PREFIX.json; return it with the digests of blocks.
+    """Write the description of a dataset, PREFIX.json; return it with what is read off its files.
 
     The file also contains a digest of the description itself.
     """
     paths = list(dataset_paths(prefix))
     if description.conversations is not None:
         paths += dataset_paths(loss_spans_prefix(prefix))
-    description = replace(description, samples=sample_digests(prefix, paths))
+    description = replace(
+        description, largest=largest_token(prefix), samples=sample_digests(prefix, paths)
+    )
     fields = asdict(description)
     fields["digest"] = json_digest(fields)
     with atomic_write(Path(f"{prefix}.json")) as file:

@@ -1,0 +1,48 @@
+"""Problems of the checkpoint from which a run would resume: it is one of another run."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from graphtrain.checks.problem import Problem
+from graphtrain.config.schema import Config
+from graphtrain.errors import DataError, TrainingError
+
+
+def checkpoint_problems(
+    config: Config, allowed_changes: Sequence[str] = (), *, weights_only: bool = False
+) -> Iterator[Problem]:
+    """Yield that the newest checkpoint of the run directory is of another run or model.
+
+    A damaged checkpoint is left to the run, which may use the one before it.
+
+    Args:
+        config: the configuration.
+        allowed_changes: names of settings that may differ from those of the checkpoint.
+        weights_only: only its model must be the same.
+    """
+    if not (Path(config.run.directory) / "checkpoints").is_dir():
+        return
+    from graphtrain.checkpoints.checkpoint import (
+        check_same_model,
+        read_checkpoint_info,
+        saved_steps,
+    )
+    from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files
+    from graphtrain.run.resume import check_identity, identity_of
+
+    directory = Path(config.run.directory) / "checkpoints"
+    try:
+        steps = saved_steps(directory)
+        if not steps:
+            return
+        path = directory / str(steps[-1])
+        verify_files(path, only="about/")
+        info = read_checkpoint_info(directory, steps[-1])
+        if weights_only:
+            check_same_model(path, info, config.program)
+        else:
+            check_identity(path, info, identity_of(config), allowed_changes)
+    except (DamagedCheckpoint, DataError, OSError):
+        return  # reported by the checks of the data, or by the run
+    except TrainingError as error:
+        yield Problem("checkpoint", str(error))

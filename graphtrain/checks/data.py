@@ -1,0 +1,84 @@
+"""Problems of the datasets of a run: absent files, no tokens, tokens outside of the vocabulary."""
+
+from collections.abc import Iterator
+
+from graphtrain.checks.problem import Problem
+from graphtrain.config.lines import KeyPath
+from graphtrain.config.schema import Config
+from graphtrain.data.indexed.dataset import dataset_paths, missing_file
+from graphtrain.data.indexed.description import DatasetDescription, read_description
+from graphtrain.errors import DataError
+
+_TRAIN, _VALIDATION = ("run", "data", "train"), ("run", "data", "validation")
+
+
+def data_problems(config: Config, *, train: bool = True) -> Iterator[Problem]:
+    """Yield the problems of the validation dataset and, unless it is not read, of the others."""
+    data = config.run.data
+    datasets: list[tuple[str, KeyPath]] = []
+    if train:
+        parts = [data.train] if isinstance(data.train, str) else [p.dataset for p in data.train]
+        datasets += [(prefix, _TRAIN) for prefix in parts]
+    if data.validation is not None:
+        datasets.append((data.validation, _VALIDATION))
+    for prefix, setting in dict.fromkeys(datasets):
+        name = ".".join(setting)
+        if absent := [path for path in dataset_paths(prefix) if not path.is_file()]:
+            message = f"{name}: {missing_file(prefix, absent[0].suffix)}"
+            yield Problem("missing_data", message, (setting,))
+        else:
+            yield from _problems_of(config, prefix, setting)
+
+
+def _problems_of(config: Config, prefix: str, setting: KeyPath) -> Iterator[Problem]:
+    from graphtrain.data.indexed.token_range import count_tokens, largest_token_of_sample
+
+    name = ".".join(setting)
+    try:
+        description = read_description(prefix)
+        tokens = count_tokens(prefix)
+        if tokens < 2:
+            message = f"{name}: {prefix} has {tokens} tokens and needs 2, to predict one; add text"
+            yield Problem("data", message, (setting,))
+            return
+        largest = description.largest if description else None
+        largest = largest_token_of_sample(prefix) if largest is None else largest
+    except DataError as error:
+        yield Problem("data", f"{name}: {error}", (setting,))
+        return
+    except OSError as error:
+        message = f"{name}: {prefix} cannot be read: {error.strerror}"
+        yield Problem("machine", message, (setting,))
+        return
+    yield from _vocabulary_problems(config, prefix, largest, description)
+    yield from _kind_problems(config, prefix, setting, description)
+
+
+def _vocabulary_problems(
+    config: Config, prefix: str, largest: int, description: DatasetDescription | None
+) -> Iterator[Problem]:
+    vocab = config.program.model.vocab
+    if largest < vocab:
+        return
+    needed = max(largest + 1, description.vocab if description else 0)
+    yield Problem(
+        "data",
+        f"program.model.vocab = {vocab}, but {prefix} contains token {largest}; set it to at "
+        f"least {needed}, or prepare the dataset with the tokenizer of the model",
+        (("program", "model", "vocab"),),
+    )
+
+
+def _kind_problems(
+    config: Config, prefix: str, setting: KeyPath, description: DatasetDescription | None
+) -> Iterator[Problem]:
+    """Yield that a dataset has preference pairs, or none, unlike the loss requires."""
+    conversations = description.conversations if description else None
+    pairs = conversations is not None and conversations.pairs
+    if pairs != (config.program.loss.kind == "dpo"):
+        quantifier, verb = ("", "require") if pairs else ("no ", "are required by")
+        message = (
+            f"{'.'.join(setting)}: {prefix} contains {quantifier}preference pairs, which {verb} "
+            'program.loss.kind = "dpo"; change this setting or the dataset'
+        )
+        yield Problem("data", message, (setting, ("program", "loss", "kind")))

@@ -1,0 +1,98 @@
+"""Problems of this machine: packages, directories and files that a command will need."""
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from graphtrain.checks.problem import Problem
+from graphtrain.config.schema import Config, Program, is_imported
+from lowering.errors import LoweringError
+from lowering.extras import MissingExtra, is_installed, missing_extra
+from lowering.machine.target import Target
+
+
+def model_problems(program: Program) -> Iterator[Problem]:
+    """Yield the packages that a model of PyTorch needs and that are not installed."""
+    if not is_imported(program.model):
+        return
+    from graphtrain.errors import ImportedModelError
+    from graphtrain.torch_frontend.versions import check_versions, installed
+
+    setting = "torch" if program.model.hf is None else "hf"
+    try:
+        check_versions(installed(), hf=setting == "hf")
+    except (MissingExtra, ImportedModelError) as error:
+        yield Problem("machine", str(error), (("program", "model", setting),))
+
+
+def compiler_problems(program: Program) -> Iterator[Problem]:
+    """Yield that the compiler for the target is not installed."""
+    from lowering.machine.aot_devices import require_compiler
+
+    try:
+        require_compiler(Target.parse(program.target))
+    except MissingExtra as error:
+        yield Problem("machine", f"program.target: {error}", (("program", "target"),))
+    except LoweringError:  # an unknown target, which the checks of the program report
+        return
+
+
+def run_problems(config: Config) -> Iterator[Problem]:
+    """Yield problems of the directory of the run, and of the weights that it starts from."""
+    directory, setting = config.run.directory, ("run", "directory")
+    if reason := directory_problem(Path(directory)):
+        yield Problem("machine", f'run.directory = "{directory}": {reason}', (setting,))
+    for name in ("init_from", "init_adapter_from"):
+        path = getattr(config.run, name)
+        if path is not None and not Path(path).exists():
+            message = f'run.{name} = "{path}": no such directory'
+            yield Problem("machine", message, (("run", name),))
+
+
+def output_problems(option: str, path: Path) -> Iterator[Problem]:
+    """Yield that the file of an option cannot be written."""
+    if reason := file_problem(path):
+        yield Problem("machine", f"cannot write {path}: {reason}", location=option)
+
+
+def page_problems() -> Iterator[Problem]:
+    """Yield that the package for the HTML page of a plan is not installed."""
+    if not is_installed("vl_convert"):
+        error = missing_extra("vl_convert", "the HTML page")
+        yield Problem("machine", str(error), location="--html")
+
+
+def directory_problem(path: Path) -> str:
+    """Return why files cannot be written into a directory, which need not exist; empty if not."""
+    ancestor = path
+    while not ancestor.exists() and ancestor != ancestor.parent:
+        ancestor = ancestor.parent
+    if not ancestor.is_dir():
+        return f"{ancestor} is a file; name another directory"
+    try:
+        with tempfile.TemporaryFile(dir=ancestor):  # access() says yes to root, also in /proc
+            return ""
+    except OSError as error:
+        return f"{ancestor} cannot be written ({_words(error)}); name another directory"
+
+
+def file_problem(path: Path) -> str:
+    """Return why a file cannot be written; empty if it can."""
+    if path.is_dir():
+        return "it is a directory"
+    if path.exists():
+        return "" if os.access(path, os.W_OK) else "permission denied"
+    if not path.parent.exists():
+        return f"{path.parent}: no such directory"
+    if not path.parent.is_dir():
+        return f"{path.parent} is not a directory"
+    return directory_problem(path.parent).partition(";")[0]
+
+
+def _words(error: OSError) -> str:
+    """Return the reason of an error; file systems of the kernel say that a file does not exist."""
+    if error.errno in (errno.ENOENT, errno.EOPNOTSUPP):
+        return "its file system does not accept files"
+    return (error.strerror or str(error)).lower()

@@ -1,0 +1,300 @@
+"""Problems are reported before anything is compiled: all at once, each with its place."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from in_process import graphtrain
+
+from graphtrain.checkpoints.manifest import write_manifest
+from graphtrain.checks.machine import directory_problem, file_problem
+from graphtrain.data.indexed.description import read_description
+from graphtrain.data.indexed.writer import IndexedWriter
+from graphtrain.data.prepare.text import prepare
+
+CONFIG = """[program]
+target = "cpu:8"
+rules = ["data", "tensor"]
+mesh = { data = 8 }
+
+[program.model]
+layers = 2
+embed = 64
+heads = 4
+mlp = 96
+vocab = 257
+
+[program.batch]
+global_batch_size = 16
+seq_len = 64
+
+[run]
+directory = "run"
+steps = 10
+
+[run.data]
+train = "data/train"
+validation = "data/validation"
+"""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, make_corpus):
+    """Datasets of bytes, whose end mark has the largest id: 256."""
+    folder = tmp_path_factory.mktemp("prepared") / "data"
+    prepare([make_corpus([f"text {i} " * 9 for i in range(99)])], folder, "bytes")
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, prepared):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text(CONFIG)
+    (tmp_path / "data").symlink_to(prepared)
+    return tmp_path
+
+
+def problems(*words, command=("config", "check")):
+    """Return the lines of the error of a command for a.toml."""
+    outcome = graphtrain(*command, "a.toml", *words)
+    assert outcome.status == 2, outcome.out + outcome.err
+    return outcome.err.removeprefix("error: ").splitlines()
+
+
+def test_a_configuration_without_problems_is_said_to_have_none(place):
+    outcome = graphtrain("config", "check", "a.toml")
+    assert (outcome.status, outcome.out) == (0, "a.toml: no problem found\n")
+
+
+def test_a_run_directory_is_checked_by_its_configuration(place):
+    (place / "run").mkdir()
+    (place / "a.toml").rename(place / "run/config.toml")
+    assert graphtrain("config", "check", "run").status == 0
+
+
+def test_every_problem_is_reported_at_once_with_its_place(place):
+    (place / "mine.toml").write_text('[parameters]\nmlp = "tensor"\nmpl = "tensor"\n')
+    found = problems(
+        "--target", "h1000:8", "--set", 'program.rules=["fdsp", "mine.toml"]',
+        "--set", "program.model.vocab=100", "--set", "run.directory=a.toml/run",
+        "--set", "run.data.train=data/trian",
+    )  # fmt: skip
+    assert found == [
+        "--target h1000:8: program.target: unknown target machine 'h1000'; did you mean h100?",
+        '--set program.rules=["fdsp", "mine.toml"]: program.rules: \'fdsp\': no such preset; did '
+        "you mean fsdp?",
+        "mine.toml:3: parameters.mpl: unknown axis 'mpl'; did you mean 'mlp'?",
+        '--set run.directory=a.toml/run: run.directory = "a.toml/run": a.toml is a file; name '
+        "another directory",
+        "--set run.data.train=data/trian: run.data.train: data/trian.bin: no such file; did you "
+        "mean data/train?",
+        "--set program.model.vocab=100: program.model.vocab = 100, but data/validation contains "
+        "token 256; set it to at least 257, or prepare the dataset with the tokenizer of the model",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            ["program.mesh={tensor=3}"],
+            "--set program.mesh={tensor=3}: program.mesh: tensor 3 does not use all 8 devices of "
+            "the target; 8 is not a multiple of 3; use sizes whose product divides 8",
+        ),
+        (
+            ["program.batch.global_batch_size=12"],
+            "--set program.batch.global_batch_size=12: program.batch.global_batch_size = 12 is not "
+            "a multiple of program.mesh.data = 8; use 8 or 16, or program.mesh.data = 1, 2, 4",
+        ),
+        (
+            ["program.batch.microbatches=4"],
+            "--set program.batch.microbatches=4: program.batch.global_batch_size = 16 / "
+            "microbatches = 4, which is 4, is not a multiple of program.mesh.data = 8; use 32, or "
+            "program.mesh.data = 1, 2, 4",
+        ),
+        (
+            ["program.mesh={data=4, tensor=2}"],
+            "--set program.mesh={data=4, tensor=2}: program.model.vocab = 257 is not a multiple of "
+            "program.mesh.tensor = 2; use 256 or 258, or program.mesh.tensor = 1",
+        ),
+        (
+            ["program.mesh={data=4, tensor=2}", "program.model.vocab=258", "program.model.heads=1"],
+            "--set program.model.heads=1: program.model.heads = 1 is not a multiple of "
+            "program.mesh.tensor = 2; use 2, or program.mesh.tensor = 1",
+        ),
+        (
+            ['program.rules=["context"]', "program.mesh={context=8}", "program.batch.seq_len=60"],
+            "--set program.batch.seq_len=60: program.batch.seq_len = 60 is not a multiple of "
+            "program.mesh.context = 8; use 56 or 64, or program.mesh.context = 1, 2, 4",
+        ),
+        (
+            ["run.data.train=data"],
+            "--set run.data.train=data: run.data.train: data.bin: no such file; data is a "
+            "directory with the datasets data/train, data/validation; name one",
+        ),
+        (
+            ["run.init_from=weights"],
+            '--set run.init_from=weights: run.init_from = "weights": no such directory',
+        ),
+    ],
+)
+def test_a_problem_is_in_the_name_of_the_setting(place, change, message):
+    assert problems(*[word for one in change for word in ("--set", one)]) == [message]
+
+
+def test_a_problem_in_the_file_has_its_line(place):
+    (place / "a.toml").write_text(CONFIG.replace("= 16", "= 12").replace("cpu:8", "gpu:8"))
+    (one,) = problems()
+    assert one.startswith("a.toml:2: program.target: unknown target machine 'gpu'; name the model")
+    (place / "a.toml").write_text(CONFIG.replace("= 16", "= 12"))
+    (one,) = problems()
+    assert one.startswith("a.toml:14: program.batch.global_batch_size = 12 is not a multiple")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("config", "show"), ("compile",), ("run",), ("plan",), ("plan", "lock"), ("evaluate",),
+     ("launch", "slurm"), ("launch", "kubernetes", "--image", "a", "--claim", "b")],
+    ids=" ".join,
+)  # fmt: skip
+def test_every_command_begins_with_the_checks(place, command):
+    (one,) = problems("--target", "gpu:8", command=command)
+    assert "unknown target machine 'gpu'" in one
+
+
+def test_problems_that_need_no_jax_import_none(place):
+    code = (
+        "import sys; from graphtrain.cli import main; sys.argv[0] = 'graphtrain'\n"
+        "try: main()\nfinally: print('jax' in sys.modules, 'torch' in sys.modules)"
+    )
+    for words in (["run"], ["plan"], ["compile"], ["config", "check"]):
+        ended = subprocess.run(
+            [sys.executable, "-c", code, *words, "a.toml", "--set", "program.mesh.data=3"],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            text=True,
+            capture_output=True,
+        )
+        assert (ended.returncode, ended.stdout) == (2, "False False\n"), ended.stderr
+
+
+def test_the_largest_token_is_recorded_and_else_sampled(place, tmp_path):
+    description = read_description("data/train")
+    assert description is not None
+    assert description.largest == 256
+    with IndexedWriter(tmp_path / "plain", 300) as writer:  # has no description
+        writer.append(np.array([7, 280, 9]))
+    (one,) = problems("--set", "run.data.train=plain")
+    assert "program.model.vocab = 257, but plain contains token 280; set it to at least 281" in one
+
+
+def test_a_damaged_description_is_reported(place, tmp_path):
+    with IndexedWriter(tmp_path / "plain", 300) as writer:
+        writer.append(np.array([7, 8]))
+    (tmp_path / "plain.json").write_text("{")
+    (one,) = problems("--set", "run.data.train=plain")
+    assert "run.data.train: plain.json: not the description of a dataset" in one
+
+
+def test_one_token_is_too_few(place, tmp_path):
+    with IndexedWriter(tmp_path / "plain", 300) as writer:
+        writer.append(np.array([7]))
+    (one,) = problems("--set", "run.data.train=plain")
+    assert "plain has 1 tokens and needs 2" in one
+
+
+def test_pairs_are_required_by_dpo(place):
+    (place / "weights").mkdir()
+    found = problems("--set", "program.loss.kind=dpo", "--set", "run.init_from=weights")
+    assert "data/train contains no preference pairs, which are required by" in found[0]
+
+
+def checkpoint(place, **identity):
+    """Write the metadata of a checkpoint of the run in a.toml, with some values changed."""
+    from graphtrain.config import load_config
+    from graphtrain.run.resume import identity_of
+
+    step = place / "run/checkpoints/700"
+    about = step / "about"
+    about.mkdir(parents=True)
+    saved = identity_of(load_config(Path("a.toml"))) | {
+        name.replace("__", "."): value for name, value in identity.items()
+    }
+    info = {"loader": {}, "arrays": {}, "identity": saved}
+    (about / "metadata").write_text(json.dumps(info))
+    write_manifest(step)
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_compiling(place):
+    checkpoint(place, program__model__layers=3)
+    for command in (("config", "check"), ("run",), ("run", "--compile")):
+        (one,) = problems(command=command)
+        assert one.startswith(
+            "a.toml:7: run/checkpoints/700 was saved by another program or with other data: "
+            "program.model.layers was 3 and is 2; change it back"
+        )
+    (one,) = problems(command=("evaluate",))
+    assert "contains the weights of another model: program.model.layers was 3 and is 2" in one
+
+
+def test_a_permitted_change_is_no_problem(place):
+    from graphtrain.checks import report
+    from graphtrain.config import load_config
+
+    checkpoint(place, run__seed=3)
+    config = load_config(Path("a.toml"))
+    (one,) = report.problems(config)
+    assert one.kind == "checkpoint"
+    assert report.problems(config, allowed_changes=["run.seed"]) == []
+    assert report.problems(config, report.EVALUATE) == []  # the weights are of the same model
+
+
+def test_outputs_and_extras_are_checked_first(place, monkeypatch):
+    for name in [one for one in sys.modules if one.partition(".")[0] == "vl_convert"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    assert problems("--html", "no/x.html", command=("plan",)) == [
+        "--html: the HTML page needs vl-convert, which is not installed; run: pip install "
+        "'graphtrain[html]'",
+        "--html: cannot write no/x.html: no: no such directory",
+    ]
+    (one,) = problems("--report", "data", command=("compile",))
+    assert one == "--report: cannot write data: it is a directory"
+
+
+def test_a_target_without_its_compiler_is_refused_before_compiling(place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    words = "--target", "v5p:2x2x1", "--set", 'program.mesh={data="rest"}'
+    (one,) = problems(*words, command=("compile",))
+    assert one.startswith("--target v5p:2x2x1: program.target: compiling for v5p:2x2x1 needs")
+    assert one.endswith("run: pip install 'graphtrain[tpu]'")
+
+
+def test_data_that_is_elsewhere_is_a_warning_for_compile_and_nothing_for_plan(place, monkeypatch):
+    from graphtrain.checks import report
+    from graphtrain.config import load_config
+
+    (place / "data").unlink()
+    config = load_config(Path("a.toml"))
+    assert {one.kind for one in report.problems(config)} == {"missing_data"}
+    assert "missing_data" in report.COMPILE.warnings
+    assert report.problems(config, report.PLAN) == []
+
+
+@pytest.mark.parametrize("words", ["h100:8,foo:3", "foo:3", "foo:3,gpu:1"])
+def test_targets_that_do_not_exist_end_a_comparison(place, words):
+    found = problems("--targets", words, command=("plan",))
+    assert found[0].startswith("--targets foo:3: unknown target machine 'foo'; known machines: cpu")
+
+
+def test_a_directory_is_tried_and_nothing_remains(tmp_path):
+    assert directory_problem(tmp_path / "a" / "b") == ""
+    assert list(tmp_path.iterdir()) == []
+    assert "/proc cannot be written" in directory_problem(Path("/proc/x/y"))
+    (tmp_path / "file").touch()
+    assert "is a file" in directory_problem(tmp_path / "file" / "a")
+    assert file_problem(tmp_path / "new") == file_problem(tmp_path / "file") == ""
+    assert "no such directory" in file_problem(tmp_path / "a" / "b")
