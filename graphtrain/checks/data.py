@@ -44,7 +44,7 @@ def _problems_of(config: Config, prefix: str, setting: KeyPath) -> Iterator[Prob
         largest = description.largest if description else None
         largest = largest_token_of_sample(prefix) if largest is None else largest
     except DataError as error:
-        yield Problem("data", f"{name}: {error}", (setting,))
+        yield Problem("data", str(error), location="")  # it names the file
         return
     except OSError as error:
         message = f"{name}: {prefix} cannot be read: {error.strerror}"

@@ -19,4 +19,5 @@ class Problem:
     message: str
     # Settings that cause it, of which the message is located at one; empty: those that it names.
     settings: tuple[KeyPath, ...] = ()
-    location: str | None = None  # place in another file or on the command line, if it is there
+    # Place in another file or on the command line; empty: the message begins with its place.
+    location: str | None = None

@@ -64,8 +64,10 @@ def _with_places(
     from sharding_rules.documents import read_text
 
     source = ConfigSource(str(config), read_text(config), parse_overrides(overrides, target))
-    return [
-        f"{one.location or locate(source, one.settings or mentioned_settings(one.message))}: "
-        f"{one.message}"
-        for one in found
-    ]
+
+    def place(problem: "Problem") -> str:
+        if problem.location is not None:
+            return problem.location
+        return locate(source, problem.settings or mentioned_settings(problem.message))
+
+    return [": ".join(filter(None, [place(one), one.message])) for one in found]

@@ -196,7 +196,7 @@ def test_a_damaged_description_is_reported(place, tmp_path):
         writer.append(np.array([7, 8]))
     (tmp_path / "plain.json").write_text("{")
     (one,) = problems("--set", "run.data.train=plain")
-    assert "run.data.train: plain.json: not the description of a dataset" in one
+    assert one.startswith("plain.json: not the description of a dataset")
 
 
 def test_one_token_is_too_few(place, tmp_path):
