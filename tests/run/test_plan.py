@@ -106,7 +106,7 @@ def test_several_targets_make_one_table_and_one_that_cannot_stops_no_other(plan)
     assert rows["h100:3"][-1] == "error"
     out, _ = plan("config.toml", "--targets", "cpu:1,h100:3", "--json")
     one, other = json.loads(out)
-    assert one["memory"]["source"] == "compiler" and "global_batch_size" in other["error"]
+    assert one["memory"]["source"] == "compiler" and "batch" in other["error"]
     plan("config.toml", "--targets", "h100:3,h100:5", "--no-compile", status=2)
 
 
