@@ -5,6 +5,7 @@ entries, has its own functions (`graphtrain.cache.writing`): their temporary fil
 that tell whose they are, so that leftovers can be collected.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -111,9 +112,18 @@ def write_errors(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TrainingError(
-            f"{directory} cannot be written ({error.strerror or error}); free space there, or set "
+            f"{directory} cannot be written ({error.strerror or error}); {_write_remedy(error)}set "
             "run.directory to another path"
         ) from error
+
+
+def _write_remedy(error: OSError) -> str:
+    """Return what to do where a file cannot be written, as the beginning of "..., or ..."."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free space there, or "
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return f"remove the file {error.filename}, or " if error.filename else ""
+    return ""
 
 
 def content_digest(path: Path) -> str:

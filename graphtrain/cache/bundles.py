@@ -29,10 +29,15 @@ def read(directory: Path) -> tuple[CacheKey, CacheKey, dict[str, bytes]]:
     Raises:
         CacheError: the directory is not a bundle.
     """
+    if not (directory / KEYS_FILE).is_file():
+        reason = f"it has no {KEYS_FILE}" if directory.is_dir() else "no such directory"
+        raise CacheError(f"not a bundle: {reason}; graphtrain compile prints the paths of bundles")
     try:
         files = {each.name: each.read_bytes() for each in directory.glob("*") if each.is_file()}
         keys = parse_object(files.pop(KEYS_FILE))
         program, request = (CacheKey.from_json(keys[name]) for name in ("program", "request"))
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise CacheError(f"not a bundle: {KEYS_FILE} cannot be read: {error!r}") from None
+        raise CacheError(
+            f"not a bundle: {KEYS_FILE} is damaged ({error}); copy the bundle again"
+        ) from None
     return program, request, files

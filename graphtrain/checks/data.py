@@ -9,6 +9,7 @@ from graphtrain.data.indexed.dataset import dataset_paths, missing_file
 from graphtrain.data.indexed.description import DatasetDescription, read_description
 from graphtrain.errors import DataError
 
+_DIRECTORY = ("run", "data", "directory")
 _TRAIN, _VALIDATION = ("run", "data", "train"), ("run", "data", "validation")
 
 
@@ -25,7 +26,7 @@ def data_problems(config: Config, *, train: bool = True) -> Iterator[Problem]:
         name = ".".join(setting)
         if absent := [path for path in dataset_paths(prefix) if not path.is_file()]:
             message = f"{name}: {missing_file(prefix, absent[0].suffix)}"
-            yield Problem("missing_data", message, (setting,))
+            yield Problem("missing_data", message, (setting, _DIRECTORY))
         else:
             yield from _problems_of(config, prefix, setting)
 

@@ -42,6 +42,9 @@ SEARCH = Purpose(("machine",), ("data",))  # chooses the mesh and the rules itse
 COMPILE = Purpose(("program", "data", "machine"), ("missing_data", "checkpoint"), compiles=True)
 RUN = Purpose(_EVERY)
 RUN_AND_COMPILE = Purpose(_EVERY, compiles=True)
+_NEW: tuple[Kind, ...] = ("program", "data", "missing_data", "machine")
+FRESH_RUN = Purpose(_NEW)  # sets the checkpoints of an earlier run aside
+FRESH_RUN_AND_COMPILE = Purpose(_NEW, compiles=True)
 EVALUATE = Purpose(_EVERY, train=False, weights_only=True)
 EVALUATE_BIGRAM = Purpose(_EVERY, weights_only=True)
 LAUNCH = Purpose(_EVERY)

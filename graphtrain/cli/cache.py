@@ -29,7 +29,8 @@ from graphtrain.errors import CacheError
 _DIGITS = 12  # shown of a digest in a table
 _LINES = 20  # differences shown in one explanation
 
-_store = make_cache_option(Cache)
+_store = make_cache_option(Cache, must_exist=True)
+_new_store = make_cache_option(Cache)  # which the command may create
 
 
 @click.group("cache", cls=Group)
@@ -273,7 +274,7 @@ def push(cache: Cache, **options: Any) -> None:
 
 @command.command("pull")
 @exchange_options
-@_store
+@_new_store
 def pull(cache: Cache, **options: Any) -> None:
     """Download programs from STORE, a directory or a URL.
 
@@ -285,7 +286,7 @@ def pull(cache: Cache, **options: Any) -> None:
 
 @command.command("sync")
 @exchange_options
-@_store
+@_new_store
 def sync(cache: Cache, **options: Any) -> None:
     """Pull from STORE, then push to it."""
     exchange(["pull", "push"], cache, **options)

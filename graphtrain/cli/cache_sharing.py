@@ -147,8 +147,11 @@ def untrust(name: str) -> None:
 @key.command("ls")
 def ls() -> None:
     """List the trusted keys."""
-    for name, public in _keys().trusted().items():
+    trusted = _keys().trusted()
+    for name, public in trusted.items():
         click.echo(f"{name}  {public['keyid']}")
+    if not trusted:
+        say("no keys; create yours with graphtrain cache key new")
 
 
 def _keys():

@@ -139,9 +139,10 @@ def reshard(source: Path, destination: Path, to: Path, step: StepName, as_json: 
     if as_json:
         _print_summary_json(summary, destination)
         return
+    order = f"; layers in another order in {summary.reordered} arrays" if summary.reordered else ""
     click.echo(
-        f"{destination}: step {summary.step}, {summary.arrays} arrays, {summary.bytes:,} bytes; "
-        f"layers reordered in {summary.reordered} arrays"
+        f"{destination}: step {summary.step}, {summary.arrays} arrays, {summary.bytes:,} bytes"
+        f"{order}"
     )
 
 

@@ -95,15 +95,27 @@ target_option = click.option(
 )
 
 
-def make_cache_option(make: Callable[[Path], Any]) -> Callable:
-    """Return the option --cache, whose directory `make` converts to the argument `cache`."""
+def make_cache_option(make: Callable[[Path], Any], *, must_exist: bool = False) -> Callable:
+    """Return the option --cache, whose directory `make` converts to the argument `cache`.
+
+    Args:
+        make: called with the directory.
+        must_exist: whether a directory that is named on the command line must exist.
+    """
+
+    def convert(context: click.Context, option: click.Parameter, root: Path) -> Any:
+        is_named = context.get_parameter_source("cache") is click.core.ParameterSource.COMMANDLINE
+        if must_exist and is_named and not root.is_dir():
+            raise click.BadParameter(f"{root}: no such directory", context, option)
+        return make(root)
+
     return click.option(
         "--cache",
         metavar="DIR",
         type=LocalPath(file_okay=False),
         default=_default_root,
         show_default="$GRAPHTRAIN_CACHE, else ./cache",
-        callback=lambda _context, _option, root: make(root),
+        callback=convert,
         help="Directory of compiled programs.",
     )
 

@@ -70,7 +70,7 @@ def command(
     """
     startup.pause_garbage_collection()  # until train() takes the first step
     startup.skip_blas_threads()
-    purpose = "RUN_AND_COMPILE" if compile_missing else "RUN"
+    purpose = ("FRESH_" if fresh else "") + ("RUN_AND_COMPILE" if compile_missing else "RUN")
     check(config, overrides, target, purpose, allowed_changes=allowed_changes)
     from graphtrain.api.runs import train
     from graphtrain.config import load_config

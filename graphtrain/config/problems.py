@@ -198,10 +198,12 @@ def _wrong_value(source: ConfigSource, path: KeyPath, value: Any, accepted: str)
         requirement = "should be finite"
     elif isinstance(value, int) and value.bit_length() > 63:
         requirement = "should fit in 64 bits"
+    elif value == "" and node.get("minLength"):
+        requirement = "should not be empty"
     if path == ("run", "learning_rate"):
         requirement += "; the peak learning rate is run.learning_rate.peak"
     flag = source.flag(path)
-    if words(node) == "a string" and not isinstance(value, dict | list):
+    if words(node) == "a string" and not isinstance(value, dict | list | str):
         quoted = toml(toml(value))
         requirement += f"; write {dotted(path)}='{quoted}'" if flag else f"; write {quoted}"
     location = _location_of(source, path)

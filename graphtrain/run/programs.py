@@ -78,7 +78,10 @@ def _reasons(cache: Cache, missing: Mapping[str, CacheKey]) -> list[str]:
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, explanation in explanations.items():
         alike.setdefault(explanation.lines or (name,), []).append(name)
-    return [
-        f"no compiled {' and '.join(names)} step: {explanations[names[0]]}"
-        for names in alike.values()
-    ]
+    return [f"no compiled {_listed(names)}: {explanations[names[0]]}" for names in alike.values()]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names of graphs in words: "train step", "init, train and evaluate steps"."""
+    *most, last = names
+    return f"{', '.join(most)} and {last} steps" if most else f"{last} step"

@@ -125,7 +125,7 @@ def train(
             start = resumption.start
             return RunSummary(directory, start, start, None, None, history.best_step, stalled)
         initial_weights = on_all_ranks(lambda: InitialWeights.open(program, run, resuming=saved))
-        names = ["train", "evaluate"] if saved else ["init", "train", "evaluate"]
+        names = needed_graphs(run, resuming=saved)
         programs = on_all_ranks(lambda: LoadedPrograms(program, cache, names, compile_hint))
         check_same_executables(programs)
         prefault = _preallocate_memory(programs, program.target)
@@ -206,6 +206,12 @@ def _set_aside(directory: Path) -> None:
     destination = set_aside(directory)
     if destination is not None:
         warnings.warn(f"moved the earlier run to {destination}", stacklevel=1)
+
+
+def needed_graphs(run: Run, *, resuming: bool) -> list[str]:
+    """Return the graphs that a run executes: a resumed one needs no initial state."""
+    evaluates = run.data.validation is not None
+    return [*([] if resuming else ["init"]), "train", *(["evaluate"] if evaluates else [])]
 
 
 def _preallocate_memory(programs: LoadedPrograms, target: Target) -> startup.MemoryPrefault:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from in_process import graphtrain
 
 from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
@@ -51,10 +52,24 @@ def test_ls_as_json_is_every_fact(invoke):
     assert entry["requests"] == [REQUEST.digest]
 
 
-def test_ls_of_no_store_prints_nothing_and_says_so(tmp_path):
-    result = CliRunner().invoke(command, ["ls", "--cache", str(tmp_path / "none")])
-    assert result.stdout == ""
-    assert result.stderr == f"0 programs, 0 B, in {tmp_path / 'none'}\n"
+@pytest.mark.parametrize("name", ["ls", "verify", "gc", "show a", "pin a", "push b", "explain c"])
+def test_a_directory_that_does_not_exist_is_no_empty_store(tmp_path, name):
+    outcome = graphtrain("cache", *name.split(), "--cache", tmp_path / "none")
+    assert outcome.err == f"error: --cache: {tmp_path / 'none'}: no such directory\n"
+    assert outcome.status == 2
+
+
+def test_ls_of_no_store_prints_nothing_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GRAPHTRAIN_CACHE", raising=False)
+    outcome = graphtrain("cache", "ls")
+    assert (outcome.out, outcome.err) == ("", "0 programs, 0 B, in cache\n")
+
+
+def test_no_keys_are_said_to_be_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    outcome = graphtrain("cache", "key", "ls")
+    assert outcome.err == "no keys; create yours with graphtrain cache key new\n"
 
 
 def test_the_environment_names_the_store(cache, monkeypatch):

@@ -25,8 +25,10 @@ def bundle(tmp_path):
 
 
 def test_a_directory_without_keys_is_no_bundle(tmp_path):
-    with pytest.raises(CacheError, match=r"not a bundle: keys.json"):
+    with pytest.raises(CacheError, match=r"not a bundle: it has no keys.json; graphtrain comp"):
         compile_bundle(tmp_path, Cache(tmp_path / "store"))
+    with pytest.raises(CacheError, match=r"not a bundle: no such directory"):
+        compile_bundle(tmp_path / "none", Cache(tmp_path / "store"))
 
 
 @pytest.mark.parametrize("text", [None, b"", b"another module"])

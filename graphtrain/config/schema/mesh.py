@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from graphtrain.config.schema.types import STRICT, Positive
+from graphtrain.config.schema.types import STRICT, Positive, Width
 
 MeshSize = Positive | Literal["rest"]
 
@@ -37,7 +37,7 @@ class PipelineSettings:
     """
 
     schedule: Literal["gpipe", "circular", "1f1b"] = "circular"  # order of the microbatches
-    virtual_stages: Positive = 1  # stages on each device; more than 1 needs circular
+    virtual_stages: Width = 1  # stages on each device; more than 1 needs circular
     layers_per_stage: tuple[Positive, ...] | None = None  # by virtual stage; unset: even
 
     def __post_init__(self) -> None:

@@ -8,10 +8,12 @@ from pydantic.dataclasses import dataclass
 from graphtrain.config.schema.types import (
     MAX_LAYERS,
     STRICT,
+    Count,
     DropoutRate,
     NotNegativeFloat,
     Positive,
     PositiveFloat,
+    Width,
     set_derived_defaults,
 )
 
@@ -37,7 +39,7 @@ class MixtureOfExperts:
     experts: Annotated[int, Field(ge=2)]  # number of experts in a layer
     experts_per_token: Positive = 2  # experts that process each token (top-k)
     normalize_topk: bool = True  # scale the gate weights of a token's experts to sum to 1
-    shared_expert_mlp: Positive | None = None  # hidden width of a gated expert for every token
+    shared_expert_mlp: Width | None = None  # hidden width of a gated expert for every token
     capacity_factor: PositiveFloat | None = None  # tokens per expert over the mean; unset: dropless
     balance_loss: NotNegativeFloat = 0.01  # weight of Switch's loss (arxiv.org/abs/2101.03961)
     router_z_loss: NotNegativeFloat = 0.001  # weight of log(Z)^2, ST-MoE (arxiv.org/abs/2202.08906)
@@ -110,12 +112,12 @@ class Model:
     """A decoder-only transformer. Defaults are Llama's; GPT-2 is a choice of the settings."""
 
     layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]  # number of transformer blocks
-    embed: Positive  # width of the residual stream (hidden size)
-    heads: Positive  # number of query heads
-    kv_heads: Positive | None = None  # number of key and value heads; unset: as many as heads
-    head_dim: Positive | None = None  # width of a head; unset: embed / heads
-    mlp: Positive  # hidden width of the MLP (intermediate size)
-    vocab: Positive  # rows of the embedding; unset: vocabulary of the data, padded
+    embed: Width  # width of the residual stream (hidden size)
+    heads: Width  # number of query heads
+    kv_heads: Width | None = None  # number of key and value heads; unset: as many as heads
+    head_dim: Width | None = None  # width of a head; unset: embed / heads
+    mlp: Width  # hidden width of the MLP (intermediate size)
+    vocab: Count  # rows of the embedding; unset: vocabulary of the data, padded
     vocab_padding: Positive | None = None  # last rows that stand for no token: never predicted
     positions: Literal["rope", "learned", "alibi"] = "rope"  # position encoding
     rope_theta: PositiveFloat = 10_000.0  # base of the rotary angles
@@ -123,7 +125,7 @@ class Model:
     sliding_window: Positive | None = None  # tokens a query attends to; unset: all before it
     global_attention_every: Positive | None = None  # every n-th layer has no window; unset: none
     sliding_window_rope_theta: PositiveFloat | None = None  # rope_theta of layers with a window
-    max_position_embeddings: Positive | None = None  # rows of the learned position table
+    max_position_embeddings: Count | None = None  # rows of the learned position table
     norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm
     norm_epsilon: PositiveFloat = 1e-5  # added to the variance
     rms_norm_offset: bool = False  # norms multiply by 1 + scale, and scale starts at 0 (Gemma)

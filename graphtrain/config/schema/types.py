@@ -12,6 +12,9 @@ STRICT = ConfigDict(extra="forbid", strict=True)
 MAX_LAYERS = 10_000  # plans, pipelines and weights handle layers one by one
 
 Positive = Annotated[int, Field(ge=1)]
+# Limits far beyond any model, below which a plan is made in seconds and its numbers can be printed.
+Width = Annotated[int, Field(ge=1, le=10**7)]  # of an axis of a weight
+Count = Annotated[int, Field(ge=1, le=10**9)]  # of tokens, sequences or rows
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]

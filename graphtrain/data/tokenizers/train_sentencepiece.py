@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from graphtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from graphtrain.errors import DataError
 
+_BYTE_PIECES = 260  # 256 bytes, and the pieces for unknown text, begin, end and padding
+
 
 def train_sentencepiece(
     texts: Iterable[str], vocab: int, special: Sequence[str] = ()
@@ -52,8 +54,7 @@ def train_sentencepiece(
             raise lines.error from None
         raise DataError(
             f"sentencepiece cannot train {vocab} pieces from {lines.count} lines of training text: "
-            f"{_last_sentence(error)}; give more text, choose another size (bytes need 260 "
-            "pieces), or use --tokenizer chars or bytes"
+            f"{_reason(vocab, len(special), len(lines.characters), error)}"
         ) from None
     return SentencePieceTokenizer(model.getvalue())
 
@@ -64,6 +65,7 @@ class _Lines:
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts
         self.count = 0
+        self.characters: set[str] = set()
         self.error: Exception | None = None
 
     def __iter__(self) -> Iterator[str]:
@@ -72,10 +74,23 @@ class _Lines:
                 for line in text.split("\n"):
                     if line and not line.isspace():
                         self.count += 1
+                        self.characters.update(line)
                         yield line
         except Exception as error:
             self.error = error
             raise
+
+
+def _reason(vocab: int, special: int, characters: int, error: RuntimeError) -> str:
+    """Return why a vocabulary of this size cannot be trained, and what to choose instead."""
+    needed = _BYTE_PIECES + special + characters
+    if vocab < needed:
+        return (
+            f"that is too small, since the bytes and special tokens need "
+            f"{_BYTE_PIECES + special}, and the {characters} characters of the text one each; use "
+            f"{needed} or more, or --tokenizer chars or bytes"
+        )
+    return f"{_last_sentence(error)}; give more text, or choose a smaller size"
 
 
 def _last_sentence(error: RuntimeError) -> str:

@@ -258,6 +258,15 @@ def test_what_is_missing(file):
         ("run.seed.x=1", "unknown setting run.seed.x; did you mean run.seed?"),
         ("program.model.layers=two", "should be a whole number, at least 1, at most 10000"),
         ("program.mesh.fsdp=0", 'should be a whole number, at least 1, or "rest"'),
+        ('run.directory=""', "should not be empty"),
+        (
+            "program.model.embed=100000000000",
+            "should be a whole number, at least 1, at most 10000000",
+        ),
+        (
+            "program.batch.seq_len=10000000000",
+            "should be a whole number, at least 1, at most 1000000000",
+        ),
         ("run.directory=2024", "should be a string; write run.directory='\"2024\"'"),
         (
             "program.batch.microbatches=3",

@@ -25,6 +25,7 @@ from graphtrain.config.render import toml
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 paths = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 count = st.integers(1, 2**63 - 1)
+width, rows = st.integers(1, 10**7), st.integers(1, 10**9)
 number = st.floats(allow_nan=False, allow_infinity=False)
 above_zero = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 fraction = st.floats(0, 1)
@@ -37,18 +38,18 @@ def configs(draw):
     steps = draw(count)
     model = Model(
         layers=draw(st.integers(1, 10_000)),
-        embed=draw(count),
+        embed=draw(width),
         heads=heads * groups,
         kv_heads=heads,
         head_dim=2 * draw(st.integers(1, 512)),
-        mlp=draw(count),
-        vocab=draw(count),
+        mlp=draw(width),
+        vocab=draw(rows),
         positions="learned",
-        max_position_embeddings=2**63 - 1,
+        max_position_embeddings=10**9,
         rope_theta=draw(above_zero),
         tie_word_embeddings=draw(st.booleans()),
     )
-    batch = Batch(global_batch_size=heads * groups, seq_len=draw(count), microbatches=groups)
+    batch = Batch(global_batch_size=heads * groups, seq_len=draw(rows), microbatches=groups)
     program = Program(
         target=draw(text),
         rules=tuple(draw(st.lists(paths, max_size=3))),

@@ -35,6 +35,7 @@ def test_the_schema_is_one_for_editors():
     assert model["properties"]["kv_heads"] == {
         "type": "integer",
         "minimum": 1,
+        "maximum": 10_000_000,
         "description": "number of key and value heads; unset: as many as heads",
     }
     assert made["$defs"]["Batch"]["description"] == "The global batch of one training step."

@@ -52,9 +52,16 @@ def test_a_learned_tokenizer_is_saved_loaded_and_pickled(learned, tmp_path):
     assert (loaded.vocab, loaded.eod) == (300, 2)
 
 
-@pytest.mark.parametrize(("texts", "vocab"), [(["a b"], 5000), (TEXTS, 100), ([], 300)])
-def test_text_that_does_not_fit_the_vocabulary_says_so(texts, vocab):
-    with pytest.raises(DataError, match=rf"cannot train {vocab} pieces from \d+ lines.*more text"):
+@pytest.mark.parametrize(
+    ("texts", "vocab", "remedy"),
+    [
+        (["a b"], 5000, "give more text, or choose a smaller size"),
+        ([], 300, "give more text"),
+        (["abc"], 65, "need 260, and the 3 characters of the text one each; use 263 or more, or"),
+    ],
+)
+def test_text_that_does_not_fit_the_vocabulary_says_so(texts, vocab, remedy):
+    with pytest.raises(DataError, match=rf"cannot train {vocab} pieces from \d+ lines.*{remedy}"):
         train_sentencepiece(texts, vocab)
 
 
