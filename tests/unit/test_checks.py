@@ -133,8 +133,8 @@ def test_every_problem_is_reported_at_once_with_its_place(place):
         ),
         (
             ["run.data.train=data"],
-            "--set run.data.train=data: run.data.train: data.bin: no such file; data is a "
-            "directory with the datasets data/train, data/validation; name one",
+            "--set run.data.train=data: run.data.train: data: is a directory, not a dataset; it "
+            "holds train, validation: name one of them, for example data/train",
         ),
         (
             ["run.init_from=weights"],
@@ -249,6 +249,7 @@ def test_a_permitted_change_is_no_problem(place):
     (one,) = report.problems(config)
     assert one.kind == "checkpoint"
     assert report.problems(config, allowed_changes=["run.seed"]) == []
+    assert report.problems(config, report.FRESH_RUN) == []  # the checkpoint is set aside
     assert report.problems(config, report.EVALUATE) == []  # the weights are of the same model
 
 
