@@ -34,7 +34,7 @@ def test_the_devices_at_hand_come_before_more_of_them(large, tmp_path):
 
 def test_where_nothing_helps_nothing_is_offered(vary, tmp_path):
     def hopeless(change):
-        return vary(["program.model.vocab=100_000_000_000", *change])
+        return vary(["program.model.vocab=1_000_000_000", *change])
 
     failed = estimate(hopeless([]))
     assert find_remedies(failed, hopeless([]), hopeless, Cache(tmp_path), confirm=False) == []
