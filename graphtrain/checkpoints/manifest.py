@@ -52,17 +52,20 @@ class DamagedCheckpoint(TrainingError):
         self.checkpoint_path, self.reason = checkpoint_path, reason
 
 
-def write_manifest(directory: Path, manifest: Path | None = None) -> None:
+def write_manifest(
+    directory: Path, manifest: Path | None = None, names: Sequence[str] | None = None
+) -> None:
     """Write the manifest of a checkpoint, or of another directory, whose files are complete.
 
     Args:
         directory: The directory.
         manifest: File to write; None for manifest.json in the directory.
+        names: Files to record, relative to the directory; None for all.
 
     Raises:
         OSError: a file cannot be read, or the manifest cannot be written.
     """
-    names = _file_names(directory)
+    names = _file_names(directory) if names is None else names
     with ThreadPoolExecutor(_THREADS) as pool:
         entries = pool.map(lambda name: _entry(directory / name), names)
         files = dict(zip(names, entries, strict=True))

@@ -167,7 +167,9 @@ def checkpoint_loss(
     steps = saved_steps(directory)
     initial_weights = None
     if steps or not step:
-        initial_weights = InitialWeights.open(program, run, resuming=bool(steps))
+        initial_weights = on_all_ranks(
+            lambda: InitialWeights.open(program, run, resuming=bool(steps))
+        )
     if (initial_weights is None or steps) and (
         not steps or (step is not None and step not in steps)
     ):

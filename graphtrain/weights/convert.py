@@ -22,6 +22,7 @@ from graphtrain.errors import WeightsError
 from graphtrain.files import create_directory
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.flops import parameter_count
+from graphtrain.weights.digests import record_weights
 from graphtrain.weights.exportable import export_obstacle
 from graphtrain.weights.families import (
     Family,
@@ -93,6 +94,7 @@ def import_hugging_face(source: Path, destination: Path, progress: Progress) -> 
                 writer.write(stored_name(path, layer_weights.layer), array)
         writer.close()
         (directory / "model.toml").write_text(render_model(model))
+        record_weights(directory)
         copy_hf_files(source, directory / HF_FILES)
         record_hf_files(directory)
     progress(len(all_layer_weights), len(all_layer_weights))

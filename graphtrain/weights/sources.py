@@ -17,6 +17,7 @@ from graphtrain.errors import WeightsError
 from graphtrain.files import first_problem
 from graphtrain.models.lora.trainable import trained_arrays
 from graphtrain.models.shapes import parameter_arrays
+from graphtrain.weights.digests import verify_weights
 from graphtrain.weights.files import SafetensorsFiles, open_weight_files
 from sharding_rules.documents import read_toml
 
@@ -65,13 +66,14 @@ def stored_name(path: str, layer: int | None) -> str:
 
 
 class ConvertedFolder:
-    """Folder written by `graphtrain convert hf-to-graphtrain`.
+    """Folder written by `graphtrain convert hf-to-graphtrain`; all files are verified first.
 
     Raises:
-        WeightsError: the folder is incomplete.
+        WeightsError: the folder is incomplete or damaged.
     """
 
     def __init__(self, directory: Path) -> None:
+        verify_weights(directory)
         self.directory, self.side = directory, directory / HF_FILES
         self.model = read_model(directory / "model.toml")
         folder = open_weight_files(directory / "weights")

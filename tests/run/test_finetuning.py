@@ -13,6 +13,7 @@ from test_weights import reference_loss
 from graphtrain.checkpoints.checkpoint import restore_array
 from graphtrain.config import load_config
 from graphtrain.models.lora.trainable import trained_arrays
+from graphtrain.weights.digests import record_weights
 
 ADAPTER = """
 [program.adapter]
@@ -79,6 +80,9 @@ def test_an_adapter_is_trained_resumed_and_exported(cold):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
+    _, err = cold.command("run", "config.toml", "--set", "run.steps=9", status=2)
+    assert "ours is damaged: weights/model.safetensors" in err
+    record_weights(cold.path / "ours")
     for words in (["run", "config.toml", "--set", "run.steps=9"],
                   ["convert", "graphtrain-to-hf", "run", "again"]):  # fmt: skip
         _, err = cold.command(*words, status=2)

@@ -22,6 +22,7 @@ from graphtrain.weights.convert import (
     first_names,
     summarize,
 )
+from graphtrain.weights.digests import record_weights
 from graphtrain.weights.families.family import LayerWeights, array_shape, to_decoder
 from graphtrain.weights.files import WeightFiles
 from graphtrain.weights.megatron.arguments import model_from_arguments
@@ -79,6 +80,7 @@ def from_megatron(
             _write(writer, layer_weights, folder, padded, unpadded)
         writer.close()
         (directory / "model.toml").write_text(render_model(unpadded))
+        record_weights(directory)
     progress(len(all_layer_weights), len(all_layer_weights))
     return summarize(family, unpadded, arrays)
 

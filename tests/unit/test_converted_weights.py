@@ -1,0 +1,63 @@
+"""Damage to a converted folder is found before its weights are used."""
+
+import json
+
+import numpy as np
+import pytest
+
+from graphtrain.config.schema import Model
+from graphtrain.errors import WeightsError
+from graphtrain.weights.convert import export_hugging_face, import_hugging_face
+from graphtrain.weights.families import family_of_model
+from graphtrain.weights.families.family import array_shape, to_hugging_face
+from graphtrain.weights.open import open_weights
+from graphtrain.weights.writer import SafetensorsWriter
+
+MODEL = Model(layers=2, embed=16, heads=2, mlp=24, vocab=32)
+
+
+def quiet(done, count):
+    """Show nothing."""
+
+
+@pytest.fixture
+def converted(tmp_path):
+    """A converted folder, from files as transformers writes them."""
+    random, family, tensors = np.random.default_rng(0), family_of_model(MODEL), {}
+    for row in family.weights(MODEL):
+        arrays = [
+            random.random(array_shape(path, MODEL), np.float32).astype(np.float32)
+            for path in row.row.paths
+        ]
+        tensors |= dict(to_hugging_face(row, arrays, MODEL))
+    source = tmp_path / "source"
+    writer = SafetensorsWriter(source, {n: (t.dtype, t.shape) for n, t in tensors.items()})
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    writer.close()
+    config = family.config_from_model(MODEL) | {"torch_dtype": "float32"}
+    (source / "config.json").write_text(json.dumps(config))
+    import_hugging_face(source, tmp_path / "ours", quiet)
+    return tmp_path / "ours"
+
+
+def flip(path, position):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0x10
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["weights/model.safetensors", "model.toml", "weights.json"])
+def test_a_flipped_bit_is_refused_by_name(converted, name, tmp_path):
+    open_weights(converted)
+    flip(converted / name, -3)
+    for use in (open_weights, lambda path: export_hugging_face(path, tmp_path / "back", quiet)):
+        with pytest.raises(WeightsError, match=f"ours is damaged: {name}"):
+            use(converted)
+    assert not (tmp_path / "back").exists()
+
+
+def test_weights_without_digests_are_used_with_a_warning(converted):
+    (converted / "weights.json").unlink()
+    with pytest.warns(UserWarning, match="has no weights.json, so damage .* is not noticed"):
+        open_weights(converted)
