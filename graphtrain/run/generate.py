@@ -84,6 +84,24 @@ def sample_token(scores: np.ndarray, sampling: Sampling, random: np.random.Gener
     return int(random.choice(best, p=shares))
 
 
+def check_finite(scores: np.ndarray, weights: str | None) -> None:
+    """Check the logits that a token is chosen by; those of tokens that cannot occur may be -inf.
+
+    Args:
+        scores: Logits, of shape (vocab,).
+        weights: Path of the weights, for the message.
+
+    Raises:
+        TrainingError: a logit is NaN or infinite, or all are -inf.
+    """
+    if not np.isfinite(scores.max()):
+        raise TrainingError(
+            f"the weights in {weights} give logits that are not finite, so no token can be chosen; "
+            "they contain values that are not finite, or overflow program.model.dtype. Use another "
+            "checkpoint (--step), convert the weights again, or set program.model.dtype to float32"
+        )
+
+
 def encode_prompt(tokenizer: Tokenizer, prompt: str, prefix: tuple[int, ...]) -> list[int]:
     """Return the token ids of a prompt, which begins with the prefix (BOS) once."""
     tokens = tokenizer.encode(prompt)
@@ -146,6 +164,8 @@ class Generator:
         """
         self._program = generation_program(program)
         step = _checkpoint_step(run, step)
+        checkpoint = None if step is None else f"{run.directory}/checkpoints/{step}"
+        self._weights_path = checkpoint or run.init_from
         keys = request_keys(self._program, _NAMES)
         tasks = [Task(name, self._program, name, keys[name]) for name in _NAMES]
         for outcome in compile_tasks(tasks, cache, observe=observe).outcomes:
@@ -175,6 +195,7 @@ class Generator:
 
         Raises:
             GraphtrainError: the prompt is empty, or not shorter than program.batch.seq_len.
+            TrainingError: the logits are not finite.
         """
         longest = self._program.batch.seq_len
         if not 0 < len(prompt) < longest:
@@ -186,6 +207,7 @@ class Generator:
         with self._backend.forbid_tracing():
             kv_cache, scores = self._prefill(prompt)
             for position in range(len(prompt), min(len(prompt) + max_new_tokens, longest)):
+                check_finite(scores[:vocab], self._weights_path)
                 token = sample_token(scores[:vocab], sampling, random)
                 yield token
                 kv_cache, scores = self._decode_step("decode", kv_cache, [token], position, 0)
