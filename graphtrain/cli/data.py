@@ -369,7 +369,8 @@ def preview(prefix: str, first: int, documents: int, length: int | None) -> None
 @click.option(
     "--output", required=True, help="Prefix of the merged dataset: its path without .bin and .idx."
 )
-def merge(prefixes: tuple[str, ...], output: str) -> None:
+@click.option("--replace", is_flag=True, help="Replace the dataset at --output if there is one.")
+def merge(prefixes: tuple[str, ...], output: str, replace: bool) -> None:
     """Concatenate the documents of several datasets into one dataset.
 
     PREFIXES are paths of datasets, without .bin and .idx.
@@ -377,7 +378,7 @@ def merge(prefixes: tuple[str, ...], output: str) -> None:
     from graphtrain.data.indexed.description import summary
     from graphtrain.data.indexed.merge import merge as merge_data
 
-    merge_data(prefixes, output)
+    merge_data(prefixes, output, replace=replace)
     totals = summary(output)
     say(f"{output}: {_totals(totals)}")
 
@@ -391,11 +392,14 @@ def merge(prefixes: tuple[str, ...], output: str) -> None:
 )
 def verify(prefixes: tuple[str, ...], vocab: int | None) -> None:
     """Read every token of datasets, and check them against their indexes and descriptions."""
+    from graphtrain.data.indexed.verify import unverified
     from graphtrain.data.indexed.verify import verify as verify_data
 
     for prefix in prefixes:
         totals = verify_data(prefix, vocab)
-        click.echo(f"{prefix}: {_totals(totals)}, intact")
+        without = unverified(prefix, vocab)
+        verdict = f"the index is consistent, but {without}" if without else "intact"
+        click.echo(f"{prefix}: {_totals(totals)}, {verdict}")
 
 
 @command.command()

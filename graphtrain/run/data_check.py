@@ -8,7 +8,7 @@ import warnings
 from contextlib import suppress
 
 from graphtrain.config.schema import Data
-from graphtrain.data.indexed.verify import digest_problem, verify_sample
+from graphtrain.data.indexed.verify import digest_problem, unverified, verify_sample
 from graphtrain.errors import DataError
 
 _LOW_PRIORITY = 19  # of nice
@@ -30,6 +30,8 @@ class DataCheck:
         self._prefixes = list(dict.fromkeys([*parts, *filter(None, [data.validation])]))
         for prefix in self._prefixes:
             verify_sample(prefix)
+            if without := unverified(prefix):
+                warnings.warn(f"{without}; damage to it is not noticed", stacklevel=2)
         self._problem: str | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._verify, name="data check", daemon=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from graphtrain.data.indexed.dataset import DTYPES, IndexedDataset
+from graphtrain.data.indexed.dataset import DTYPES, IndexedDataset, dataset_paths
 from graphtrain.data.indexed.description import (
     DatasetDescription,
     dataset_tokenizer,
@@ -23,7 +23,9 @@ from graphtrain.files import atomic_write
 _TOKENS = 1 << 22  # tokens copied at a time
 
 
-def merge(prefixes: Sequence[str | Path], output: str | Path) -> DatasetDescription | None:
+def merge(
+    prefixes: Sequence[str | Path], output: str | Path, *, replace: bool = False
+) -> DatasetDescription | None:
     """Write the documents of several datasets, one after another, into one dataset.
 
     Memory use does not grow with the datasets. The result has a description if all inputs have
@@ -32,10 +34,13 @@ def merge(prefixes: Sequence[str | Path], output: str | Path) -> DatasetDescript
     Args:
         prefixes: Path prefixes of the datasets.
         output: Path prefix of the result.
+        replace: Replace a dataset at `output`, which must not be one of the inputs.
 
     Raises:
-        DataError: a dataset cannot be used, or the tokenizers or dtypes differ.
+        DataError: a dataset cannot be used, the tokenizers or dtypes differ, or there is a dataset
+            at `output`.
     """
+    _check_output(prefixes, output, replace)
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     descriptions = [read_description(prefix) for prefix in prefixes]
     _check(datasets, descriptions)
@@ -75,6 +80,19 @@ def merge(prefixes: Sequence[str | Path], output: str | Path) -> DatasetDescript
         conversations=conversations and conversations.of(output),
     )
     return write_description(output, merged_description)
+
+
+def _check_output(prefixes: Sequence[str | Path], output: str | Path, replace: bool) -> None:
+    """Refuse to write over an input, and over another dataset unless it is to be replaced."""
+    written = {path.resolve() for path in dataset_paths(output)}
+    for prefix in prefixes:
+        if written & {path.resolve() for path in dataset_paths(prefix)}:
+            raise DataError(f"--output {output} is also an input; choose another --output")
+    existing = [path for path in dataset_paths(output) if path.exists()]
+    if existing and not replace:
+        raise DataError(
+            f"{existing[0]} exists already; choose another --output, or replace it with --replace"
+        )
 
 
 def _check(

@@ -47,6 +47,39 @@ def verify(prefix: str | Path, vocab: int | None = None) -> dict[str, int]:
     return {"documents": len(dataset), "tokens": len(dataset.tokens)}
 
 
+def damage(prefix: str | Path) -> str | None:
+    """Say which file of a prepared dataset is not as it was written, without a remedy; or None.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    try:
+        problem = digest_problem(prefix)
+        dataset_tokenizer(prefix)
+    except DataError as error:
+        problem = str(error)
+    return problem and problem.partition("; ")[0]
+
+
+def unverified(prefix: str | Path, vocab: int | None = None) -> str | None:
+    """Say what of a dataset cannot be verified because its description is missing, or None.
+
+    Args:
+        prefix: Path prefix of the dataset.
+        vocab: Vocabulary size that its tokens are checked against, if it is known.
+
+    Raises:
+        DataError: the description is damaged.
+    """
+    description = read_description(prefix)
+    if description is None:
+        missing = "digests" if vocab else "digests and vocabulary"
+        return f"{prefix}.json is missing: {missing} were not checked"
+    if description.digests is None:
+        return f"{prefix}.json, of an earlier version, has no digests: they were not checked"
+    return None
+
+
 def verify_sample(prefix: str | Path) -> None:
     """Verify sizes, and the digests of some blocks, against the description if there is one.
 

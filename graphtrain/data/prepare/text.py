@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from graphtrain.data.indexed.description import (
     DatasetDescription,
     read_description,
 )
+from graphtrain.data.indexed.verify import damage
 from graphtrain.data.prepare import manifest
 from graphtrain.data.prepare.encode import ChunkEncoder, TextEncoder, encode_chunks
 from graphtrain.data.prepare.progress import (
@@ -85,8 +87,8 @@ def prepare(
 ) -> PrepareResult:
     """Make OUTPUT/train, validation and test from text files; equal inputs give equal bytes.
 
-    If the directory already contains the result, nothing is written. If preparing fails, the
-    directory keeps its previous content. If the process was killed, the next call with the same
+    If the directory already contains the result undamaged, nothing is written. If preparing fails,
+    the directory keeps its previous content. If the process was killed, the next call with the same
     arguments resumes from the files on disk.
 
     Args:
@@ -217,18 +219,28 @@ class Preparation:
         with self._disk_errors():
             self.directory.mkdir(parents=True, exist_ok=True)
             with FileLock(self.directory / ".lock"):
+                names = split_names(self._corpus)
                 up_to_date = manifest.is_up_to_date(self.directory, request)
+                if up_to_date and (damaged := self._damage(names)):
+                    warnings.warn(f"{damaged}; preparing the dataset again", stacklevel=2)
+                    up_to_date = False
                 if not up_to_date:
                     files = self._write(request, spec)
                     manifest.write_manifest(self.directory, request, files)
                     remove_progress(self.directory)
-                names = split_names(self._corpus)
                 descriptions = {name: read_description(self.directory / name) for name in names}
         train = descriptions["train"]
         assert train is not None
         held_out = descriptions.get("validation"), descriptions.get("test")
         omitted = self._corpus.omitted_text
         return PrepareResult(self.directory, train, *held_out, up_to_date, self._left_out, omitted)
+
+    def _damage(self, names: Sequence[str]) -> str | None:
+        """Say which file is not as it was written, after reading all of them.
+
+        The inputs, which are about as large, were read to recognize the request.
+        """
+        return next(filter(None, (damage(self.directory / name) for name in names)), None)
 
     def _write(self, request: manifest.PrepareRequest, spec: str) -> list[str]:
         """Write the datasets, descriptions and tokenizer; return the file names.

@@ -1,7 +1,9 @@
 import json
 
 import pytest
+from click.testing import CliRunner
 
+from graphtrain.cli.data import command
 from graphtrain.config.schema import BlendPart, Data
 from graphtrain.data.indexed.description import (
     check_tokenizer_file,
@@ -102,3 +104,25 @@ def test_a_damaged_tokenizer_is_not_copied(prefix, tmp_path):
 
     with pytest.raises(DataError, match=r"tokenizer.json: its digest differs"):
         copy_tokenizer(str(prefix), tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.json"])
+def test_the_advice_to_prepare_a_damaged_dataset_again_works(make_corpus, tmp_path, name):
+    corpus = make_corpus([f"text {i} " * 30 for i in range(99)])
+    prepare([corpus], tmp_path / "data", "bytes")
+    path = tmp_path / "data" / name
+    content = path.read_bytes()
+    flip(path, len(content) // 2)
+    with pytest.warns(UserWarning, match=f"{name}: .* differs.*; preparing the dataset again"):
+        again = prepare([corpus], tmp_path / "data", "bytes")
+    assert not again.up_to_date and path.read_bytes() == content
+    assert prepare([corpus], tmp_path / "data", "bytes").up_to_date
+
+
+def test_a_dataset_without_a_description_is_not_called_intact(prefix):
+    prefix.with_suffix(".json").unlink()
+    missing = "train.json is missing: digests and vocabulary were not checked"
+    result = CliRunner().invoke(command, ["verify", str(prefix)])
+    assert missing in result.output and "intact" not in result.output
+    with pytest.warns(UserWarning, match=f"{missing}; damage to it is not noticed"):
+        DataCheck(Data(train=str(prefix)))

@@ -127,3 +127,15 @@ def test_verify_takes_a_vocabulary_where_there_is_no_description(make_dataset):
         DataError, match=r"byte 4: document 1 contains token 3, which is outside a voc"
     ):
         verify(prefix, vocab=3)
+
+
+def test_an_input_and_an_existing_dataset_are_not_overwritten_unasked(make_dataset, tmp_path):
+    first, second = make_dataset([[1]], 10), make_dataset([[2]], 10)
+    with pytest.raises(DataError, match="is also an input; choose another --output"):
+        merge([first, second], Path(first).parent / "." / Path(first).name, replace=True)
+    merge([first, second], tmp_path / "both")
+    with pytest.raises(DataError, match=r"both.bin exists already; .* replace it with --replace"):
+        merge([second], tmp_path / "both")
+    assert documents_of(first) == [[1]] and documents_of(tmp_path / "both") == [[1], [2]]
+    merge([second], tmp_path / "both", replace=True)
+    assert documents_of(tmp_path / "both") == [[2]]
