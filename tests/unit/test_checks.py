@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from in_process import graphtrain
 
+from graphtrain.api import programs
 from graphtrain.checkpoints.manifest import write_manifest
 from graphtrain.checks.machine import directory_problem, file_problem
 from graphtrain.data.indexed.description import read_description
 from graphtrain.data.indexed.writer import IndexedWriter
 from graphtrain.data.prepare.text import prepare
+from graphtrain.errors import CacheError
 
 CONFIG = """[program]
 target = "cpu:8"
@@ -281,8 +283,20 @@ def test_data_that_is_elsewhere_is_a_warning_for_compile_and_nothing_for_plan(pl
     (place / "data").unlink()
     config = load_config(Path("a.toml"))
     assert {one.kind for one in report.problems(config)} == {"missing_data"}
-    assert "missing_data" in report.COMPILE.warnings
     assert report.problems(config, report.PLAN) == []
+
+    def stop(*_, **__):
+        raise CacheError("stop")
+
+    monkeypatch.setattr(programs, "compile_report", stop)
+    outcome = graphtrain("compile", "a.toml")
+    assert outcome.err.splitlines() == [
+        "warning: a.toml:22: run.data.train: data/train.bin: no such file; prepare the dataset "
+        "with: graphtrain data prepare",
+        "warning: a.toml:23: run.data.validation: data/validation.bin: no such file; prepare the "
+        "dataset with: graphtrain data prepare",
+        "error: stop",
+    ]
 
 
 @pytest.mark.parametrize("words", ["h100:8,foo:3", "foo:3", "foo:3,gpu:1"])
