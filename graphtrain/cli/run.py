@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,12 @@ _SIGNAL_STATUS = 128  # plus the signal number, the convention of shells
     is_flag=True,
     help="Start at step 0; the run in the directory, if any, is moved to its folder earlier/N.",
 )
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Print a line for every step and every checkpoint."
+)
+@click.option(
+    "-q", "--quiet", is_flag=True, help="Print only warnings, errors and how the run ended."
+)
 def command(
     config: Path,
     target: str | None,
@@ -62,12 +69,16 @@ def command(
     compile_missing: bool,
     allowed_changes: Sequence[str],
     fresh: bool,
+    verbose: bool,
+    quiet: bool,
 ) -> None:
     """Train CONFIG from compiled programs, and from the last checkpoint if there is one.
 
     Nothing is traced or compiled: without --compile, a missing program is an error (status 3).
     SIGTERM and Ctrl-C save a checkpoint and stop; the same command resumes from it.
     """
+    if verbose and quiet:
+        raise click.UsageError("--verbose and --quiet exclude each other")
     startup.pause_garbage_collection()  # until train() takes the first step
     startup.skip_blas_threads()
     purpose = ("FRESH_" if fresh else "") + ("RUN_AND_COMPILE" if compile_missing else "RUN")
@@ -79,10 +90,11 @@ def command(
     run = settings.run
     if compile_missing:
         _compile_missing(settings, config, cache)
-    with progress_reporter(run.steps, run.report_every) as progress:
+    reporter = progress_reporter(run.steps, run.report_every, verbose=verbose)
+    with nullcontext() if quiet else reporter as progress:
         summary = train(
             settings,
-            callbacks=[progress],
+            callbacks=[] if progress is None else [progress],
             cache=cache,
             allow_change=allowed_changes,
             fresh=fresh,
@@ -100,7 +112,7 @@ def command(
         import signal
 
         sys.exit(_SIGNAL_STATUS + signal.Signals[summary.stopped_by])
-    if is_rank_zero() and summary.steps != summary.resumed_from:
+    if is_rank_zero() and not quiet and summary.steps != summary.resumed_from:
         print_curve(summary.directory)
 
 

@@ -4,38 +4,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import click
-
-from graphtrain.run.callbacks import Callback, Metrics
-
-
-@dataclass
-class MeanSpeed:
-    """Mean speed of the steps since the last report.
-
-    The speed of a single step is not worth a report: metrics of two steps may arrive together, and
-    then the first appears too slow and the second far too fast.
-    """
-
-    seconds: float = 0.0
-    tokens: float = 0.0
-    utilized_seconds: float = 0.0  # seconds that the steps would take at the peak FLOP/s
-
-    def add(self, metrics: Metrics) -> None:
-        """Add the metrics of a step."""
-        seconds = metrics["step_seconds"]
-        self.seconds += seconds
-        self.tokens += metrics["tokens_per_second"] * seconds
-        self.utilized_seconds += (metrics["mfu"] or 0.0) * seconds
-
-    def take(self) -> tuple[float, float]:
-        """Return the mean tokens per second and the mean MFU, and start anew."""
-        seconds = self.seconds or 1.0
-        means = self.tokens / seconds, self.utilized_seconds / seconds
-        self.seconds = self.tokens = self.utilized_seconds = 0.0
-        return means
+from graphtrain.cli.terminal import printable, say
+from graphtrain.run.callbacks import Callback, Metrics, RunStart
+from graphtrain.run.report_lines import MeanSpeed, evaluation_line, opening_lines, step_line
 
 
 @dataclass
@@ -49,18 +23,26 @@ class ProgressLines(Callback):
 
     steps: int
     every: int
+    verbose: bool = False  # also name checkpoints
     speed: MeanSpeed = field(default_factory=MeanSpeed)
+
+    def on_run_start(self, start: RunStart) -> None:
+        say("\n".join(opening_lines(start)))
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         self.speed.add(metrics)
         if step % self.every == 0:
-            self._print(step, _format_metrics(metrics, self.speed))
+            self._print(step, step_line(metrics, self.speed))
 
     def on_evaluate(self, step: int, metrics: Metrics) -> None:
-        self._print(step, _format_evaluation(metrics))
+        self._print(step, evaluation_line(metrics))
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        if self.verbose:
+            self._print(step, f"saved {path}")
 
     def _print(self, step: int, text: str) -> None:
-        click.echo(f"step {step}/{self.steps}  {text}", err=True)
+        say(f"step {step}/{self.steps}  {text}")
 
 
 @dataclass
@@ -72,26 +54,31 @@ class ProgressBar(Callback):
     row: Any
     speed: MeanSpeed = field(default_factory=MeanSpeed)
 
+    def on_run_start(self, start: RunStart) -> None:
+        for line in opening_lines(start):
+            self.display.console.print(printable(line), markup=False, highlight=False)
+
     def on_step(self, step: int, metrics: Metrics) -> None:
         self.speed.add(metrics)
         self.display.update(self.row, completed=step)
         if step % self.every == 0 or step == 1:
-            self.display.update(self.row, description=_format_metrics(metrics, self.speed))
+            self.display.update(self.row, description=step_line(metrics, self.speed))
 
     def on_evaluate(self, step: int, metrics: Metrics) -> None:
-        self.display.console.print(f"step {step}  {_format_evaluation(metrics)}")
+        self.display.console.print(f"step {step}  {evaluation_line(metrics)}")
 
 
 @contextmanager
-def progress_reporter(steps: int, every: int) -> Iterator[ProgressLines | ProgressBar]:
+def progress_reporter(steps: int, every: int, *, verbose: bool = False) -> Iterator[Callback]:
     """Yield a callback that shows progress: live on a terminal, elsewhere one line per report.
 
     Args:
         steps: Last step of the run.
         every: Steps between two reports.
+        verbose: Print a line for every step and every checkpoint, on a terminal too.
     """
-    if not sys.stderr.isatty():
-        yield ProgressLines(steps, every)
+    if verbose or not sys.stderr.isatty():
+        yield ProgressLines(steps, 1 if verbose else every, verbose)
         return
     from rich.console import Console
     from rich.progress import (
@@ -110,22 +97,3 @@ def progress_reporter(steps: int, every: int) -> Iterator[ProgressLines | Progre
     )
     with Progress(*columns, console=Console(stderr=True)) as display:
         yield ProgressBar(every, display, display.add_task("starting", total=steps))
-
-
-def _format_evaluation(metrics: Metrics) -> str:
-    return f"validation loss {metrics['validation_loss']:.4f}"
-
-
-def _format_metrics(metrics: Metrics, speed: MeanSpeed) -> str:
-    tokens_per_second, mfu = speed.take()
-    fields = [
-        f"loss {metrics['loss']:.4f}",
-        f"grad norm {metrics['grad_norm']:.3f}",
-        f"lr {metrics['learning_rate']:.2e}",
-        f"{tokens_per_second:,.0f} tokens/s",
-    ]
-    if "accuracy" in metrics:
-        fields.insert(1, f"margin {metrics['margin']:.3f}  accuracy {metrics['accuracy']:.0%}")
-    if metrics["mfu"] is not None:
-        fields.append(f"mfu {mfu:.1%}")
-    return "  ".join(fields)

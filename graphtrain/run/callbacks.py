@@ -12,6 +12,7 @@ from graphtrain.errors import CallbackError
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Config
+    from graphtrain.planning.parameters import ParameterCount
     from graphtrain.run.train import RunSummary
 
 Metrics = Mapping[str, Any]  # by name, as in metrics.jsonl
@@ -24,6 +25,7 @@ class RunStart:
     config: Config
     directory: Path
     step: int  # of the checkpoint from which the run resumes; 0 for a new run
+    parameters: ParameterCount
 
 
 class Callback(Protocol):

@@ -76,11 +76,13 @@ class Resumption:
         directory: Directory of the run.
         identity: What the run computes now.
         allowed: Names whose values may differ from those of the checkpoint.
+        fresh: Whether to start at step 0 in any case.
     """
 
     directory: Path
     identity: Mapping[str, Any]
     allowed: Sequence[str] = ()
+    fresh: bool = False
     steps: list[int] = field(init=False)  # candidates, oldest first
     _damaged: list[DamagedCheckpoint] = field(default_factory=list)
 
@@ -90,7 +92,7 @@ class Resumption:
         Raises:
             TrainingError: every checkpoint is damaged, or the newest is of another run.
         """
-        self.steps = saved_steps(self.directory / "checkpoints")
+        self.steps = [] if self.fresh else saved_steps(self.directory / "checkpoints")
         check_same_checkpoints(str(self.directory), self.steps)
         on_all_ranks(self._find_newest)
 

@@ -29,13 +29,16 @@ from graphtrain.files import write_errors
 from graphtrain.html import html_facts
 from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.models.lora.trainable import has_frozen_weights
+from graphtrain.planning.parameters import ParameterCount, count_compiled_parameters
 from graphtrain.run.agreement import check_same_executables, on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement, index_share
 from graphtrain.run.callbacks import Callback, RunStart, check_callbacks, notify
 from graphtrain.run.data_check import DataCheck
 from graphtrain.run.directory_lock import locked_run_directory
+from graphtrain.run.earlier_runs import set_aside
 from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.run.learning_rate import learning_rate
+from graphtrain.run.log import RunLog
 from graphtrain.run.metrics import Journal, Record, good_steps, read_journal
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.resume import Resumption, data_changed, identity_of, schedule_note, write_config
@@ -106,17 +109,17 @@ def train(
     directory = Path(run.directory)
     check_directory(directory)
     is_rank_zero = distributed.rank() == 0  # rank 0 writes the files that all ranks share
-    notify_callbacks = partial(notify, callbacks if is_rank_zero else ())
+    log = RunLog(directory, run.steps, run.report_every)
+    notify_callbacks = partial(notify, [log, *callbacks] if is_rank_zero else ())
     with ExitStack() as stack:
+        stack.enter_context(log.recording())
         watchdog = stack.enter_context(watched(run.watchdog, directory))
         on_all_ranks(
             lambda: stack.enter_context(locked_run_directory(directory)) if is_rank_zero else None
         )
-        if fresh:
-            on_all_ranks(lambda: _set_aside(directory) if is_rank_zero else None)
         config = Config(program=program.settings, run=run)
         identity = on_all_ranks(lambda: identity_of(config))
-        resumption = Resumption(directory, identity, allowed_changes)
+        resumption = Resumption(directory, identity, allowed_changes, fresh=fresh)
         saved = bool(resumption.steps)
         history = recorded_history(directory, resumption.start)
         evaluation_owed = saved and is_evaluation_owed(run, resumption.start)
@@ -172,7 +175,15 @@ def train(
             data_check.start()
         new_run_weights = None if saved else initial_weights
         open_journal = (
-            partial(_open_journal, config, new_run_weights, resumption, notify_callbacks, stack)
+            partial(
+                _open_journal,
+                config,
+                new_run_weights,
+                resumption,
+                count_compiled_parameters(program, step.record),
+                notify_callbacks,
+                stack,
+            )
             if is_rank_zero
             else _discard_journal
         )
@@ -197,15 +208,6 @@ def train(
         watchdog.collective = largest_collective(step.record)
         with watchdog.reporting_errors():
             return loop.run_steps(state, evaluate_first=evaluation_owed)
-
-
-def _set_aside(directory: Path) -> None:
-    """Move the run in a directory away, and say where it is."""
-    from graphtrain.run.earlier_runs import set_aside
-
-    destination = set_aside(directory)
-    if destination is not None:
-        warnings.warn(f"moved the earlier run to {destination}", stacklevel=1)
 
 
 def needed_graphs(run: Run, *, resuming: bool) -> list[str]:
@@ -266,6 +268,7 @@ def _open_journal(
     config: Config,
     initial_weights: InitialWeights | None,
     resumption: Resumption,
+    parameters: ParameterCount,
     notify_callbacks: Notify,
     stack: ExitStack,
 ) -> tuple[Report, JournalPosition]:
@@ -274,6 +277,8 @@ def _open_journal(
     Called only after the first step has been started, when the run can no longer be refused.
     """
     directory, start = Path(config.run.directory), resumption.start
+    if resumption.fresh and (earlier := set_aside(directory)):
+        warnings.warn(f"moved the earlier run to {earlier}", stacklevel=1)
     info = resumption.info if start else None
     if info is not None and (note := schedule_note(config.run, info.identity, start)):
         warnings.warn(note, stacklevel=1)
@@ -287,7 +292,7 @@ def _open_journal(
         written=info.journal if info else None,
     )
     stack.callback(journal.close)
-    notify_callbacks("on_run_start", RunStart(config, directory, start))
+    notify_callbacks("on_run_start", RunStart(config, directory, start, parameters))
 
     def write(record: Record) -> None:
         journal.write(record)

@@ -58,3 +58,26 @@ def test_best_needs_an_evaluated_checkpoint(place):
     assert "no checkpoint in run/checkpoints was saved with a validation loss" in err
     _, err = place.command("run", "config.toml", *none, "--set", "run.keep_best=true", status=2)
     assert "keep_best needs data.validation" in err
+
+
+def test_a_run_says_what_it_trains_and_keeps_a_log(place):
+    words = ["config.toml", "--set", "run.steps=4"]
+    _, err = place.command("run", *words)
+    lines = err.splitlines()
+    assert lines[0].startswith("model: ") and lines[0].endswith(" parameters")
+    assert lines[1] == "batch: 256 tokens a step (8 x 32)"
+    assert lines[2].startswith("data: data/train, ") and " 4 steps are 0." in lines[2]
+    assert lines[3:5] == ["machine: cpu:1", "directory: run, a new run, steps 1 to 4"]
+    log = (place.path / "run/run.log").read_text()
+    assert all(line in log for line in lines)
+    assert "saved run/checkpoints/4" in log
+
+    more = ["config.toml", "--set", "run.steps=6"]
+    out, err = place.command("run", *more, "--quiet")
+    assert "resumes from step 4" not in err and "trained 6 steps" in out and "step 6/6" not in err
+    log = (place.path / "run/run.log").read_text()
+    assert "directory: run, resumes from step 4, steps 5 to 6" in log
+    assert "warning: run.steps was 4 and is 6" in log and "step 6/6" in log
+
+    _, err = place.command("run", *more, "--set", "run.learning_rate.peak=1", status=2)
+    assert "error: " not in (place.path / "run/run.log").read_text()  # not yet of this run

@@ -1,0 +1,90 @@
+"""Lines in which a run reports its beginning, its progress and its evaluations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from graphtrain.data.indexed.description import read_description
+
+if TYPE_CHECKING:
+    from graphtrain.config.schema import Config
+    from graphtrain.run.callbacks import Metrics, RunStart
+
+
+def opening_lines(start: RunStart) -> list[str]:
+    """Describe a run at its beginning: model, batch, data, machine, directory."""
+    program, run = start.config.program, start.config.run
+    batch = program.batch
+    remaining = f"steps {start.step + 1} to {run.steps}"
+    origin = f"resumes from step {start.step}" if start.step else "a new run"
+    return [
+        f"model: {start.parameters}",
+        f"batch: {batch.tokens:,} tokens a step ({batch.global_batch_size} x {batch.seq_len})",
+        f"data: {_describe_data(start.config)}",
+        f"machine: {program.target}",
+        f"directory: {start.directory}, {origin}, {remaining}",
+    ]
+
+
+def _describe_data(config: Config) -> str:
+    """Name the training data, with its tokens and the epochs of the run where they are known."""
+    train, batch = config.run.data.train, config.program.batch
+    if not isinstance(train, str):
+        return f"a blend of {', '.join(part.dataset for part in train)}"
+    description = read_description(train)
+    if description is None:
+        return train
+    text = f"{train}, {description.tokens:,} tokens"
+    if config.run.data.packing not in (None, "concat") or description.conversations is not None:
+        return text  # how many tokens fill a step depends on the documents
+    epochs = config.run.steps * batch.tokens / max(1, description.tokens)
+    return f"{text}; {config.run.steps} steps are {epochs:.2f} epochs"
+
+
+@dataclass
+class MeanSpeed:
+    """Mean speed of the steps since the last report.
+
+    The speed of a single step is not worth a report: metrics of two steps may arrive together, and
+    then the first appears too slow and the second far too fast.
+    """
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+    utilized_seconds: float = 0.0  # seconds that the steps would take at the peak FLOP/s
+
+    def add(self, metrics: Metrics) -> None:
+        """Add the metrics of a step."""
+        seconds = metrics["step_seconds"]
+        self.seconds += seconds
+        self.tokens += metrics["tokens_per_second"] * seconds
+        self.utilized_seconds += (metrics["mfu"] or 0.0) * seconds
+
+    def take(self) -> tuple[float, float]:
+        """Return the mean tokens per second and the mean MFU, and start anew."""
+        seconds = self.seconds or 1.0
+        means = self.tokens / seconds, self.utilized_seconds / seconds
+        self.seconds = self.tokens = self.utilized_seconds = 0.0
+        return means
+
+
+def step_line(metrics: Metrics, speed: MeanSpeed) -> str:
+    """Describe a step, with the mean speed since the last description."""
+    tokens_per_second, mfu = speed.take()
+    fields = [
+        f"loss {metrics['loss']:.4f}",
+        f"grad norm {metrics['grad_norm']:.3f}",
+        f"lr {metrics['learning_rate']:.2e}",
+        f"{tokens_per_second:,.0f} tokens/s",
+    ]
+    if "accuracy" in metrics:
+        fields.insert(1, f"margin {metrics['margin']:.3f}  accuracy {metrics['accuracy']:.0%}")
+    if metrics["mfu"] is not None:
+        fields.append(f"mfu {mfu:.1%}")
+    return "  ".join(fields)
+
+
+def evaluation_line(metrics: Metrics) -> str:
+    """Describe an evaluation."""
+    return f"validation loss {metrics['validation_loss']:.4f}"
