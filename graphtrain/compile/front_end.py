@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import lowering
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema import TorchModel, is_imported
+from graphtrain.config.schema import TorchModel
 from lowering.extras import optional_import
 
 if TYPE_CHECKING:
@@ -74,4 +74,4 @@ def describe_model(program: ResolvedProgram, store: Path) -> Iterator[str]:
 
 
 def _torch_model(program: ResolvedProgram) -> TorchModel | None:
-    return program.model if is_imported(program.model) else None
+    return program.model if isinstance(program.model, TorchModel) else None

@@ -149,7 +149,7 @@ def _check_user_code(
     if not isinstance(program, ResolvedProgram) or not user_code(program.settings):
         return
     current, asked = request_keys(program, [name])[name].part("program"), request.part("program")
-    tables = ("optimizer", "loss")
+    tables = ("model", "optimizer", "loss")
     if any(current[table] != asked[table] for table in tables):
         raise PlanError("the code that the configuration names was edited meanwhile; compile again")
 

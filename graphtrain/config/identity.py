@@ -14,7 +14,7 @@ from typing import Any
 
 from graphtrain.config.hf_config import config_path
 from graphtrain.config.lines import KeyPath
-from graphtrain.config.schema import Config, Program, is_imported
+from graphtrain.config.schema import Config, FlaxModel, Program, TorchModel, is_imported
 from graphtrain.config.user_code import UserCode
 from graphtrain.files import content_digest
 
@@ -88,7 +88,7 @@ def mathematics(config: Config) -> dict[str, Any]:
     _collect((), config, values)
     del values["run.data.train"]
     model = config.program.model
-    if is_imported(model):
+    if isinstance(model, TorchModel):
         if model.hf:
             values["program.model.hf"] = _file_digest(config_path(model.hf))
         elif model.torch and (file := Path(model.torch.rpartition(":")[0])).suffix == ".py":
@@ -101,7 +101,8 @@ def mathematics(config: Config) -> dict[str, Any]:
 
 def user_code(program: Program) -> list[UserCode]:
     """Return the code of the user that the settings of a program name."""
-    return [code for code in (program.optimizer.user_code, program.loss.user_code) if code]
+    model = program.model.user_code if isinstance(program.model, FlaxModel) else None
+    return [code for code in (model, program.optimizer.user_code, program.loss.user_code) if code]
 
 
 # Settings of a model that matter only while it is trained, and its precision.

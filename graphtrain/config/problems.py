@@ -98,7 +98,11 @@ def _location_of(source: ConfigSource, path: KeyPath) -> str:
 
 def _untagged(location: KeyPath) -> KeyPath:
     """Remove the tag that pydantic adds for the kind of model."""
-    inside = location[:2] == ("program", "model") and location[2:3] in (("native",), ("imported",))
+    inside = location[:2] == ("program", "model") and location[2:3] in (
+        ("native",),
+        ("imported",),
+        ("flax",),
+    )
     return location[:2] + location[3:] if inside else location
 
 

@@ -12,8 +12,8 @@ _HEAD = """# Settings
 Every setting of a configuration file, made from the code by `graphtrain config reference`. A
 setting under `[program]` can change compiled code; a setting under `[run]` cannot. A setting that
 is not required and has no default is unset. `[program.model]` with `torch` or `hf` describes a
-PyTorch or Hugging Face model, else the native model. `preset` replaces the required settings of
-the native model. `vocab` is required only without training data that states it.
+PyTorch or Hugging Face model, with `flax` a Flax module, else the native model. `preset` replaces
+the required settings of the native model. `vocab` is required only without training data that states it.
 """
 
 
@@ -29,6 +29,7 @@ def _page() -> Iterator[str]:
         if path == ("program", "model"):
             yield from _table("[program.model]", definitions["Model"])
             yield from _table("[program.model] with torch or hf", definitions["TorchModel"])
+            yield from _table("[program.model] with flax", definitions["FlaxModel"])
         elif path == ("run", "data"):
             yield from _table("[run.data]", definitions["Data"])
             yield from _table("[[run.data.train]] of a blend", definitions["BlendPart"])

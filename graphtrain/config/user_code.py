@@ -136,12 +136,13 @@ _imported: dict[Path, tuple[dict[str, str], ModuleType]] = {}
 
 def import_file(path: Path) -> ModuleType:
     """Import a file; again if it, or a local file that it imports, has changed since."""
-    sources = dict(local_sources(path))
-    if path in _imported and _imported[path][0] == sources:
-        return _imported[path][1]
-    for name, module in list(sys.modules.items()):  # of its local files, which may have changed
-        if path in _imported and Path(getattr(module, "__file__", None) or "").name in sources:
-            del sys.modules[name]
+    sources = {str(file): content_digest(file) for file in _local_files(path)}
+    if path in _imported:
+        if _imported[path][0] == sources:
+            return _imported[path][1]
+        for name, module in list(sys.modules.items()):  # its local files, which may have changed
+            if getattr(module, "__file__", None) in sources:
+                del sys.modules[name]
     add_to_path(path.parent)
     name = f"graphtrain_user_{path.stem}"  # so that optax.py does not hide a library
     spec = importlib.util.spec_from_file_location(name, path)
@@ -158,13 +159,19 @@ def local_sources(path: Path) -> Iterator[tuple[str, str]]:
 
     Names may repeat (__init__.py). Installed packages are not included.
     """
+    for file in _local_files(path):
+        yield file.name, content_digest(file)[:_DIGITS]
+
+
+def _local_files(path: Path) -> Iterator[Path]:
+    """Yield a file and the local files that it imports, and those that they import."""
     pending, visited = [path], set()
     while pending:
         path = pending.pop()
         if path in visited:
             continue
         visited.add(path)
-        yield path.name, content_digest(path)[:_DIGITS]
+        yield path
         pending += _imported_by(path)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from graphtrain.config.schema import Model, Program, is_imported
+from graphtrain.config.schema import FlaxModel, Model, Program, is_imported
 from graphtrain.errors import PlanError
 
 
@@ -37,6 +37,8 @@ def _native(program: Program, *, build: bool = True) -> Model | None:
     model = program.model
     if not is_imported(model):
         return model
+    if isinstance(model, FlaxModel):
+        return None
     from graphtrain.torch_frontend.native_equivalent import native_equivalent
 
     return native_equivalent(model) if build or model.hf is not None else None

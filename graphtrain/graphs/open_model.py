@@ -1,10 +1,11 @@
-"""Choice of a model's implementation: the native decoder, or a model imported from PyTorch."""
+"""Choice of a model's implementation: the native decoder, or one of PyTorch or Flax."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from graphtrain.config.schema import Model, is_imported
+from graphtrain.config.schema import FlaxModel, Model, is_imported
+from graphtrain.models.flax_module import FlaxLanguageModel
 from graphtrain.models.native import NativeModel
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ def open_language_model(settings: Model) -> LanguageModel:
     """
     if not is_imported(settings):
         return NativeModel(settings)
+    if isinstance(settings, FlaxModel):
+        return FlaxLanguageModel(settings)
     from graphtrain.torch_frontend.language_model import TorchLanguageModel
 
     return TorchLanguageModel(settings)

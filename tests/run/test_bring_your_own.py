@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from places import ROOT
+from places import CUBE, ROOT
 
 EXAMPLES = ROOT / "examples/bring-your-own"
 WORDS = [
@@ -32,3 +32,22 @@ def test_the_examples_train_and_an_edit_compiles_again(cold):
     _, err = cold.command("run", *longer, status=2)
     assert "program.optimizer.custom" in err
     cold.command("run", *longer, "--allow-change", "program.optimizer.custom")
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_the_flax_module_of_the_examples_trains_on_devices_that_shard_it(cold):
+    shutil.copy(EXAMPLES / "recurrence.py", cold.path)
+    config = (cold.path / "config.toml").read_text()
+    model = 'flax = "recurrence.py:Recurrence"\narguments = {embed = 32, mlp = 64}\nvocab = 264\n'
+    head, _, tail = config.partition("[program.model]\n")
+    rest = tail[tail.index("[program.batch]") :]
+    text = f'{head}[program.model]\n{model}dtype = "float32"\n\n{rest}'
+    (cold.path / "config.toml").write_text(text)
+    losses = {}
+    for name, words in {"one": [], "sharded": CUBE}.items():
+        words = ["config.toml", *words, "--set", f"run.directory={name}"]
+        cold.command("compile", *words)
+        cold.command("run", *words)
+        losses[name] = [loss for _, loss, _ in cold.curve(name)]
+    assert losses["one"][-1] < losses["one"][0] - 0.5
+    assert losses["sharded"] == pytest.approx(losses["one"], rel=1e-4)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -109,6 +110,17 @@ def test_a_file_edited_after_the_request_is_not_compiled(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("import optax\ndef sgd(): return optax.sgd(2.0)")
     with pytest.raises(PlanError, match="was edited meanwhile; compile again"):
         worker.compile_to_cache(made, "init", request, Cache(tmp_path), tmp_path, lambda text: None)
+
+
+def test_a_local_file_that_it_imports_is_imported_again_and_no_library(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "typing.py").write_text("")  # has the name of a library's file
+    (tmp_path / "mine.py").write_text("import typing\nfrom helper_of_mine import VALUE as f\n")
+    library = sys.modules["typing"]
+    for value in (1, 20):
+        (tmp_path / "helper_of_mine.py").write_text(f"VALUE = {value}\n")
+        assert UserCode("program.loss.custom", "graphtrain.losses", "mine.py:f").load() == value
+    assert sys.modules["typing"] is library
 
 
 def test_a_file_is_imported_again_after_an_edit(tmp_path):

@@ -7,6 +7,7 @@ in the reference. A check lives in the narrowest class that sees all settings it
 from graphtrain.config.schema.adapter import Adapter
 from graphtrain.config.schema.batch import Batch
 from graphtrain.config.schema.config import Config
+from graphtrain.config.schema.flax_model import FlaxModel
 from graphtrain.config.schema.loss import Loss
 from graphtrain.config.schema.mesh import Mesh, PipelineSettings
 from graphtrain.config.schema.model import (
@@ -34,6 +35,7 @@ __all__ = [
     "BlendPart",
     "Config",
     "Data",
+    "FlaxModel",
     "LearningRate",
     "Loss",
     "Mesh",

@@ -8,6 +8,7 @@ from pydantic.dataclasses import dataclass
 from graphtrain.config.hf_config import layer_count
 from graphtrain.config.schema.adapter import Adapter
 from graphtrain.config.schema.batch import Batch
+from graphtrain.config.schema.flax_model import FlaxModel
 from graphtrain.config.schema.loss import Loss
 from graphtrain.config.schema.mesh import Mesh, PipelineSettings
 from graphtrain.config.schema.model import Model
@@ -19,7 +20,9 @@ from sharding_rules.pipeline import Stages, check_microbatches, divide_layers
 
 
 def _model_kind(model: Any) -> str:
-    """Return which of the two classes a [program.model] is of."""
+    """Return which of the classes a [program.model] is of."""
+    if isinstance(model, FlaxModel) or (isinstance(model, dict) and "flax" in model):
+        return "flax"
     if isinstance(model, dict):
         return "imported" if "torch" in model or "hf" in model else "native"
     return "imported" if isinstance(model, TorchModel) else "native"
@@ -29,7 +32,9 @@ if TYPE_CHECKING:  # functions of native models are typed with Model; see is_imp
     AnyModel = Model
 else:
     AnyModel = Annotated[
-        Annotated[Model, Tag("native")] | Annotated[TorchModel, Tag("imported")],
+        Annotated[Model, Tag("native")]
+        | Annotated[TorchModel, Tag("imported")]
+        | Annotated[FlaxModel, Tag("flax")],
         Discriminator(_model_kind),
     ]
 
@@ -108,7 +113,7 @@ def check_preference(program: Program) -> None:
 
 
 def _check_imported(program: Program) -> None:
-    """Refuse settings that PyTorch models do not support."""
+    """Refuse settings that PyTorch and Flax models do not support."""
     refused = {
         'loss.kind = "dpo"': program.loss.kind == "dpo",
         "loss.chunk": program.loss.has_chunks,
@@ -116,8 +121,13 @@ def _check_imported(program: Program) -> None:
     }
     if names := [name for name, is_set in refused.items() if is_set]:
         raise ValueError(
-            f"{' and '.join(names)} cannot be used with model.torch or model.hf; remove it, or "
-            "use the native decoder (graphtrain convert hf-to-graphtrain)"
+            f"{' and '.join(names)} cannot be used with model.torch, model.hf or model.flax; "
+            "remove it, or use the native decoder (graphtrain convert hf-to-graphtrain)"
+        )
+    if isinstance(program.model, FlaxModel) and not program.batch.cross_document_attention:
+        raise ValueError(
+            "batch.cross_document_attention = false cannot be used with model.flax, which is not "
+            "told where documents begin; remove it"
         )
 
 
@@ -162,6 +172,8 @@ def _layers_of(program: Program) -> int:
     model = program.model
     if not is_imported(model):
         return model.layers
+    if isinstance(model, FlaxModel):
+        raise ShardingError("model.flax has no pipeline stages; set mesh.stage = 1")
     configured_layers = model.hf and layer_count(model.hf, model.overrides)
     layers = configured_layers or sum(program.pipeline.layers_per_stage or ())
     if not layers:

@@ -7,6 +7,7 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import TypeIs
 
 from graphtrain.config.hf_config import vocab_size
+from graphtrain.config.schema.flax_model import FlaxModel
 from graphtrain.config.schema.model import AttentionImplementation, Model
 from graphtrain.config.schema.types import (
     STRICT,
@@ -60,6 +61,6 @@ class TorchModel:
         return hash(repr(self))  # dictionaries are not hashable
 
 
-def is_imported(model: Model | TorchModel) -> TypeIs[TorchModel]:
-    """Return whether a model is a PyTorch or Hugging Face model."""
-    return isinstance(model, TorchModel)
+def is_imported(model: Model | TorchModel | FlaxModel) -> TypeIs[TorchModel | FlaxModel]:
+    """Return whether a model is not the native decoder, but of PyTorch or Flax."""
+    return isinstance(model, TorchModel | FlaxModel)

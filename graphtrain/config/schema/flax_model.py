@@ -1,0 +1,29 @@
+"""[program.model] with flax: a Flax module of the user in place of the native decoder."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from graphtrain.config.schema.types import STRICT, Plain, Positive
+from graphtrain.config.user_code import UserCode
+
+_EMPTY: Any = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class FlaxModel:
+    """A Flax module whose parameters name their array axes."""
+
+    flax: str  # "file.py:name", called with vocab, dtype, rngs and arguments; returns an nnx.Module
+    arguments: dict[str, Plain] = _EMPTY  # arguments of flax
+    vocab: Positive  # number of token ids
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of computation; weights are float32
+
+    def __hash__(self) -> int:
+        return hash(repr(self))  # dictionaries are not hashable
+
+    @property
+    def user_code(self) -> UserCode:
+        """Return the module of the user."""
+        return UserCode("program.model.flax", "graphtrain.models", self.flax)

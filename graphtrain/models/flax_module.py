@@ -1,0 +1,180 @@
+"""Flax module of the user as a LanguageModel. Flax is imported by the functions that trace."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from graphtrain.errors import ConfigError
+from sharding_rules.arrays import ArraySpec
+from sharding_rules.errors import ShardingError
+
+if TYPE_CHECKING:
+    import jax
+
+    from graphtrain.config.schema import FlaxModel
+    from lowering.trees import Tree
+
+Keys = tuple[str | int, ...]  # of a parameter in its module: attributes and indices
+
+
+@dataclass(frozen=True)
+class FlaxLanguageModel:
+    """Module with these settings; see LanguageModel.
+
+    Pipelines, generation and dropout are not supported.
+    """
+
+    settings: FlaxModel
+
+    def specs(self) -> Tree:
+        from lowering.trees import unflatten
+
+        _, parameters = self._abstract()
+        specs = {_path(keys): self._spec(_path(keys), one) for keys, one in parameters.items()}
+        return unflatten(specs)
+
+    def initialize(self, key: jax.Array) -> Tree:
+        import jax.numpy as jnp
+
+        from lowering.trees import unflatten
+
+        _, parameters = self._split(self._build(key))
+        values = {_path(keys): one.get_value() for keys, one in parameters.items()}
+        return unflatten({path: value.astype(jnp.float32) for path, value in values.items()})
+
+    def forward(
+        self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        import jax.numpy as jnp
+        from flax import nnx
+
+        from lowering.trees import flatten
+
+        structure, abstract = self._abstract()
+        values = flatten(parameters)
+        state = {keys: one.replace(values[_path(keys)]) for keys, one in abstract.items()}
+        module = nnx.merge(structure, nnx.from_flat_state(state))
+        try:
+            logits = module(tokens)
+        except Exception as error:
+            raise self.settings.user_code.error(error) from error
+        expected = (*tokens.shape, self.settings.vocab)
+        if getattr(logits, "shape", None) != expected:
+            returned = getattr(logits, "shape", type(logits).__name__)
+            raise ConfigError(
+                f"{self.settings.user_code}: the module returned {returned}; it must return logits "
+                f"of shape {expected}"
+            )
+        return logits.astype(jnp.float32), {}
+
+    def _build(self, key: jax.Array) -> Any:
+        """Return the module with new parameters."""
+        import jax.numpy as jnp
+        from flax import nnx
+
+        settings = self.settings
+        module = settings.user_code.call(
+            vocab=settings.vocab,
+            dtype=jnp.dtype(settings.dtype),
+            rngs=nnx.Rngs(key),
+            **settings.arguments,
+        )
+        if not isinstance(module, nnx.Module):
+            kind = type(module).__name__
+            raise ConfigError(f"{settings.user_code} returned {kind}, not a flax.nnx.Module")
+        return module
+
+    def _abstract(self) -> tuple[Any, dict[Keys, Any]]:
+        """Return the structure of the module and its parameters as shapes."""
+        import jax
+        from flax import nnx
+
+        return self._split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
+
+    def _split(self, module: Any) -> tuple[Any, dict[Keys, Any]]:
+        from flax import nnx
+
+        structure, parameters, others = nnx.split(module, nnx.Param, ...)
+        for keys, other in nnx.to_flat_state(others):
+            raise ConfigError(
+                f"{self.settings.user_code}: {_path(keys)} is a {type(other).__name__}; only "
+                "parameters are supported, no dropout or batch statistics"
+            )
+        return structure, dict(nnx.to_flat_state(parameters))
+
+    def _spec(self, path: str, parameter: Any) -> ArraySpec:
+        array, axes = parameter.get_value(), parameter.get_metadata().get("axes")
+        if axes is None and len(array.shape) > 1:
+            raise ShardingError(
+                f"{self.settings.user_code}: {path} has shape {array.shape} and no axes; name "
+                'them, for example nnx.Param(..., axes=("embed", "mlp"))'
+            )
+        return ArraySpec(array.shape, tuple(axes or (None,) * len(array.shape)), "float32")
+
+    # Not supported
+
+    def head_inputs(
+        self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> NoReturn:
+        raise AssertionError("has_separate_head is False")
+
+    def pipeline_specs(self, specs: Tree, stages: Any) -> NoReturn:
+        raise self._no_pipeline()
+
+    def to_pipeline_layout(self, parameters: Tree, stages: Any) -> NoReturn:
+        raise self._no_pipeline()
+
+    def pipeline(
+        self, stages: Any, score: Any, keys: Any, term_weight: float, tokens: jax.Array
+    ) -> NoReturn:
+        raise self._no_pipeline()
+
+    def split_for_pipeline(self, parameters: Tree) -> NoReturn:
+        raise self._no_pipeline()
+
+    def merge_gradients(self, gradients: Tree, parameters: Tree) -> NoReturn:
+        raise self._no_pipeline()
+
+    def _no_pipeline(self) -> ShardingError:
+        return ShardingError("program.model.flax has no pipeline stages; set mesh.stage = 1")
+
+    def kv_cache_specs(self, sequences: int, max_seq_len: int) -> NoReturn:
+        raise self._no_generation()
+
+    def decode_step(
+        self, parameters: Tree, kv_cache: Tree, tokens: jax.Array, offset: jax.Array
+    ) -> NoReturn:
+        raise self._no_generation()
+
+    def _no_generation(self) -> ConfigError:
+        return ConfigError("program.model.flax has no KV cache, which graphtrain generate needs")
+
+    # Facts
+
+    @property
+    def has_dropout(self) -> bool:
+        return False
+
+    @property
+    def has_separate_head(self) -> bool:
+        return False
+
+    @property
+    def mixes_sequences(self) -> bool:
+        return False
+
+    @property
+    def layer_count(self) -> None:
+        return None
+
+    @property
+    def uses_module_names(self) -> bool:
+        return True
+
+    def key_ingredients(self) -> dict[str, Any]:
+        return asdict(self.settings) | {"flax": self.settings.user_code.key_ingredients()}
+
+
+def _path(keys: Keys) -> str:
+    return "/".join(map(str, keys))
