@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from graphtrain.checks.problem import Problem
-from graphtrain.config.schema import Config, Program, is_imported
+from graphtrain.config.schema import Config, Program, TorchModel
 from lowering.errors import LoweringError
 from lowering.extras import MissingExtra, is_installed, missing_extra
 from lowering.machine.target import Target
@@ -15,7 +15,7 @@ from lowering.machine.target import Target
 
 def model_problems(program: Program) -> Iterator[Problem]:
     """Yield the packages that a model of PyTorch needs and that are not installed."""
-    if not is_imported(program.model):
+    if not isinstance(program.model, TorchModel):
         return
     from graphtrain.errors import ImportedModelError
     from graphtrain.torch_frontend.versions import check_versions, installed

@@ -13,7 +13,8 @@ Every setting of a configuration file, made from the code by `graphtrain config 
 setting under `[program]` can change compiled code; a setting under `[run]` cannot. A setting that
 is not required and has no default is unset. `[program.model]` with `torch` or `hf` describes a
 PyTorch or Hugging Face model, with `flax` a Flax module, else the native model. `preset` replaces
-the required settings of the native model. `vocab` is required only without training data that states it.
+the required settings of the native model. `vocab` is required only without training data that
+states it.
 """
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from graphtrain.config.schema import FlaxModel
     from lowering.trees import Tree
 
-Keys = tuple[str | int, ...]  # of a parameter in its module: attributes and indices
+Keys = tuple[Any, ...]  # of a parameter in its module: attributes and indices
 
 
 @dataclass(frozen=True)

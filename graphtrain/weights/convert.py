@@ -17,7 +17,7 @@ import numpy as np
 from graphtrain.config.hf_config import read_config_json
 from graphtrain.config.render import render_model
 from graphtrain.config.resolve import ResolvedProgram, resolve
-from graphtrain.config.schema import Model
+from graphtrain.config.schema import FlaxModel, Model
 from graphtrain.errors import WeightsError
 from graphtrain.files import create_directory
 from graphtrain.graphs.open_model import open_language_model
@@ -165,12 +165,21 @@ def _family_of(model: Model) -> Family:
 
 
 def _run_of_pytorch(source: Path) -> ResolvedProgram | None:
-    """Return the program of a run directory if its model is imported from PyTorch, else None."""
+    """Return the program of a run directory if its model is imported from PyTorch, else None.
+
+    Raises:
+        WeightsError: the model is a Flax module of the user, for which there is no other format.
+    """
     if not (source / "config.toml").is_file() or not (source / "checkpoints").is_dir():
         return None
     from graphtrain.config import load_config
 
     program = load_config(source / "config.toml").program
+    if isinstance(program.model, FlaxModel):
+        raise WeightsError(
+            f"{source}: the weights of program.model.flax have no Hugging Face format; read the "
+            "checkpoint with Orbax"
+        )
     uses_names = open_language_model(program.model).uses_module_names
     return resolve(program) if uses_names else None
 

@@ -24,6 +24,11 @@ class FlaxModel:
         return hash(repr(self))  # dictionaries are not hashable
 
     @property
+    def vocab_tokens(self) -> int:
+        """Number of token ids."""
+        return self.vocab
+
+    @property
     def user_code(self) -> UserCode:
         """Return the module of the user."""
         return UserCode("program.model.flax", "graphtrain.models", self.flax)
