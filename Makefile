@@ -30,9 +30,10 @@ check: $(CHECK)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/$(PYTEST) tests/quick tests/unit
 
+# TESTS: paths and options of pytest, by default all of tests/.
 test-all: $(ALL)/installed
 	$(ALL)/bin/pyright --pythonpath $(ALL)/bin/python
-	$(ALL)/bin/$(PYTEST)
+	$(ALL)/bin/$(PYTEST) $(TESTS)
 
 # The documentation as a site in build/site.
 docs: $(VENV)/installed-docs
