@@ -1,16 +1,14 @@
 """The notebooks of the examples run in a real Jupyter kernel."""
 
 import os
-import sys
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+from unoptimized import XLA_FLAGS
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tests/graphs"))
-from unoptimized import XLA_FLAGS  # noqa: E402
+pytest.importorskip("ipykernel", reason="needs ipykernel and nbclient, of the extra test-all")
+nbclient, nbformat = map(pytest.importorskip, ("nbclient", "nbformat"))
 
 
 def outputs(name: str, directory: Path) -> list[dict]:
@@ -19,7 +17,9 @@ def outputs(name: str, directory: Path) -> list[dict]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_FLAGS}
     environment.pop("GRAPHTRAIN_CACHE", None)
     resources = {"metadata": {"path": str(directory)}}
-    client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources)
+    client = nbclient.NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources=resources
+    )
     client.execute(env=environment)
     return [output for cell in notebook.cells for output in cell.get("outputs", ())]
 
