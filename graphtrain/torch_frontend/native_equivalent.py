@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from graphtrain.config.hf_config import SIZE_NAMES, first_int, read_config
 from graphtrain.config.schema import AttentionImplementation, MixtureOfExperts, Model
@@ -34,7 +37,13 @@ def native_equivalent(model: TorchModel) -> Model | None:
     """
     if model.hf is None:
         return _module_equivalent(model)
-    config = read_config(model.hf, model.overrides)
+    try:
+        return _configured_equivalent(model, read_config(model.hf, model.overrides))
+    except ValidationError:  # sizes of a family that a native model cannot have, or damaged ones
+        return None
+
+
+def _configured_equivalent(model: TorchModel, config: Mapping[str, Any]) -> Model | None:
     sizes: dict[str, Any] = {name: first_int(config, names) for name, names in SIZE_NAMES.items()}
     if not (sizes["layers"] and sizes["embed"] and sizes["heads"]):
         return None

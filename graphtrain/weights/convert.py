@@ -18,7 +18,8 @@ from graphtrain.config.hf_config import read_config_json
 from graphtrain.config.render import render_model
 from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import FlaxModel, Model
-from graphtrain.errors import WeightsError
+from graphtrain.data.tokenizers.consistency import check_tokenizer, vocabulary_problem
+from graphtrain.errors import DataError, WeightsError
 from graphtrain.files import create_directory
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.flops import parameter_count
@@ -41,7 +42,7 @@ from graphtrain.weights.hf_record import record_hf_files, verify_hf_files
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.sources import HF_FILES, checkpoint_step, stored_name
 from graphtrain.weights.writer import SafetensorsWriter
-from sharding_rules.documents import DocumentError
+from sharding_rules.documents import DocumentError, read_bytes
 
 Progress = Callable[
     [int, int], None
@@ -97,6 +98,7 @@ def import_hugging_face(source: Path, destination: Path, progress: Progress) -> 
         record_weights(directory)
         copy_hf_files(source, directory / HF_FILES)
         record_hf_files(directory)
+    _check_tokenizer(source, model.vocab)
     progress(len(all_layer_weights), len(all_layer_weights))
     return summarize(family, model, arrays)
 
@@ -331,6 +333,25 @@ def copy_hf_files(source: Path, destination: Path) -> None:
             )
             continue
         shutil.copyfile(path, destination / path.name)
+
+
+def _check_tokenizer(source: Path, embedding: int) -> None:
+    """Warn of a tokenizer.json that contradicts itself or config.json; the weights are unaffected.
+
+    There is nothing else to verify it by: a published folder has no digests.
+    """
+    path = source / "tokenizer.json"
+    if not path.is_file():
+        return
+    try:
+        definition = read_bytes(path)
+        check_tokenizer(definition, str(path))
+        problem = vocabulary_problem(definition, embedding)
+        message = problem and f"{path}: {problem}; use the tokenizer of this model"
+    except (OSError, DocumentError, DataError) as error:
+        message = str(error)
+    if message:
+        warnings.warn(message, stacklevel=3)
 
 
 def _real_root(source: Path) -> Path:

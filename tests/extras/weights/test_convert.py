@@ -1,6 +1,7 @@
 """Files of every kind to the decoder's arrays and back, and what is said of wrong ones."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ def llama(dtype: torch.dtype = torch.float32, **settings) -> transformers.PreTra
 def source(tmp_path: Path) -> Path:
     """A Llama of one file, with a tokenizer and a template."""
     llama().save_pretrained(tmp_path / "source")
-    (tmp_path / "source/tokenizer.json").write_text("{}")
+    (tmp_path / "source/tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     (tmp_path / "source/chat_template.jinja").write_text("{{ messages }}")
     return tmp_path / "source"
 
@@ -198,9 +199,74 @@ def test_damaged_files_are_named(source):
         "{": "is not an index of weights",
         '{"weight_map": {"a": "../model.safetensors"}}': "outside its folder",
         '{"weight_map": {"a": "gone.safetensors"}}': "lists gone.safetensors, which does not exist",
+        "[]": "is not an index of weights: not a JSON object but a list",
+        '{"weight_map": []}': "is not an index of weights: weight_map: Input should be an object",
+        '{"weight_map": {"a": 5}}': "weight_map.a: Input should be a valid string",
+        '{"weight_map": {"a": "%s"}}' % ("x" * 300): "outside its folder",
     }.items():
         index.write_text(text)
         assert told in broken(source)
+
+
+def test_an_entry_of_another_type_is_named(source):
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"rope_parameters": 1.5}))
+    assert "config.json cannot be used: rope_parameters: Input should be" in broken(source)
+
+
+def test_links_are_followed_only_inside_the_folder(source, tmp_path):
+    (tmp_path / "secret").write_text("of another user")
+    (source / "notes.txt").symlink_to(tmp_path / "secret")
+    (source / "LICENSE").symlink_to("chat_template.jinja")
+    with pytest.warns(UserWarning, match=r"notes.txt is a link to a file outside"):
+        import_hugging_face(source, tmp_path / "ours", quiet)
+    copied = tmp_path / "ours" / "hugging_face"
+    assert not (copied / "notes.txt").exists()
+    assert (copied / "LICENSE").read_text() == "{{ messages }}"
+    assert not (copied / "LICENSE").is_symlink()
+
+
+def test_a_folder_in_the_cache_of_the_hub_is_copied(source, tmp_path):
+    blobs = tmp_path / "models--owner--name" / "blobs"
+    snapshot = blobs.parent / "snapshots" / "0123"
+    blobs.mkdir(parents=True), snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(source.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    import_hugging_face(snapshot, tmp_path / "ours", quiet)
+    assert (tmp_path / "ours/hugging_face/chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_a_flipped_pickle_is_converted_or_refused_without_advice_to_run_it(source):
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    torch.save(tensors, source / "pytorch_model.bin")
+    whole = (source / "pytorch_model.bin").read_bytes()
+    begin = whole.index(b"data.pkl") + 8
+    for position in range(begin, begin + 3000, 97):
+        flipped = bytearray(whole)
+        flipped[position] ^= 0x41
+        (source / "pytorch_model.bin").write_bytes(flipped)
+        try:
+            import_hugging_face(source, source.with_name("ours"), quiet)
+            shutil.rmtree(source.with_name("ours"))
+        except WeightsError as error:
+            assert "to False" not in str(error) and "=False" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "message"),
+    [
+        ('{"a": 0, "b": 0}', "the tokens 'a' and 'b' both have id 0"),
+        ('{"a": 0, "b": 2}', "no token has id 1"),
+        ('{"a": 0, "b": 700}', "token 'b' has id 700, but the embedding has 65 rows"),
+        ("5", "not a tokenizer, or damaged"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_that_of_the_model_is_told(source, vocab, message):
+    (source / "tokenizer.json").write_text(f'{{"model": {{"vocab": {vocab}}}}}')
+    with pytest.warns(UserWarning, match=f"tokenizer.json: .*{message}"):
+        import_hugging_face(source, source.with_name("ours"), quiet)
 
 
 def test_what_is_there_is_not_overwritten(source):

@@ -1,0 +1,130 @@
+"""A tiny run and its dataset, in which single bits are flipped."""
+
+import contextlib
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import damage
+import numpy as np
+import parsers
+
+from graphtrain.config import load_config
+from graphtrain.data.indexed.verify import verify
+from graphtrain.errors import GraphtrainError
+from graphtrain.models.lora.trainable import trained_arrays
+from graphtrain.run.data_check import DataCheck
+from graphtrain.run.metrics import Journal
+from graphtrain.run.resume import Resumption, identity_of
+from graphtrain.weights.sources import RunCheckpoint
+
+CONFIG = """
+[program]
+target = "cpu:1"
+[program.model]
+layers = 1
+embed = 16
+heads = 2
+mlp = 32
+vocab = 300
+dtype = "float32"
+remat = "none"
+[program.batch]
+global_batch_size = 2
+seq_len = 16
+[run]
+directory = "run"
+steps = 3
+[run.data]
+train = "data/train"
+validation = "data/validation"
+"""
+# Files that no command reads for its result: claims, notes and charts of other programs, texts.
+NOT_READ = (
+    ".lease", "tensorboard", "_CHECKPOINT_METADATA", "commit_success.txt", "failed", "manifest.json"
+)  # fmt: skip
+
+
+class TinyRun:
+    """The run directory, the dataset, and what the sound files contain."""
+
+    def __init__(self, place: Path, command: Callable[..., None]) -> None:
+        self.place, self.outcomes, self.outcome = place, Counter[str](), ""
+        (place / "a.toml").write_text(CONFIG)
+        (place / "a.jsonl").write_text("\n".join(parsers._LINES * 3))
+        with contextlib.chdir(place):
+            words = ["--output", "data", "--tokenizer", "bytes", "--validation", "0.2"]
+            command("data", "prepare", "a.jsonl", *words)
+            command("run", "a.toml", "--compile", "--cache", "cache")
+            self.sound, self.config = self._arrays(), load_config(Path("run/config.toml"))
+            self.journal = (place / "run" / "metrics.jsonl").read_bytes()
+        self.files = [
+            path for name in ("run", "data") for path in sorted((place / name).rglob("*"))
+            if path.is_file() and path.stat().st_size
+        ]  # fmt: skip
+        shutil.copytree(place / "run", place / "kept")
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        source = RunCheckpoint(Path("run"))
+        return {
+            path: source.read([path], 0 if path.startswith("layers/") else None)[0]
+            for path in trained_arrays(source.program)
+        }
+
+    def flip(self, random: Random) -> tuple[Path, int]:
+        """Flip one bit at a random place of all files together."""
+        sizes = [path.stat().st_size for path in self.files]
+        weights = [min(size, 4000) for size in sizes]  # small files too
+        self.path = random.choices(self.files, weights)[0]
+        self.content = self.path.read_bytes()
+        position = random.randrange(len(self.content))
+        flipped = bytearray(self.content)
+        flipped[position] ^= 1 << random.randrange(8)
+        self.path.write_bytes(flipped)
+        return self.path, position
+
+    def check(self) -> None:
+        """Read everything as a resumed run does; raise a defect if the flip is silent."""
+        self.outcome = "DEFECT"
+        with contextlib.chdir(self.place):
+            try:
+                reported = self._read()
+            except GraphtrainError as error:
+                self.outcome = "refused"
+                raise error from None
+        if reported:
+            self.outcome = "warned"
+        elif any(name in str(self.path) for name in NOT_READ):
+            self.outcome = "no command reads it"
+        elif self.path.suffix == ".toml" and self.same_settings:
+            self.outcome = "in a comment"
+        elif self.path.name == "config.toml":  # written for people to edit; see docs/checkpoints
+            self.outcome = "another setting of execution"
+        else:
+            raise damage.Defect("silent")
+
+    def _read(self) -> bool:
+        """Return whether a warning was given."""
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            config = load_config(Path("run/config.toml"))
+            verify(config.run.data.train), verify("data/validation")
+            DataCheck(config.run.data)
+            resumption = Resumption(Path("run"), identity_of(config))
+            arrays = self._arrays()
+            for path, array in self.sound.items():
+                np.testing.assert_array_equal(arrays[path], array)
+            info = resumption.info
+            Journal(Path("run"), after=3, tensorboard=False, written=info.journal).close()
+            self.same_settings = config == self.config
+        return bool(given)
+
+    def restore(self) -> None:
+        """Put the sound files back."""
+        self.path.write_bytes(self.content)
+        (self.place / "run" / "metrics.jsonl").write_bytes(self.journal)
+        for path in (self.place / "run").glob("metrics.*.damaged.jsonl"):
+            path.unlink()
