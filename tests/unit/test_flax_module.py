@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -34,6 +35,12 @@ PROGRAM = Program(
     model=MODEL,  # pyright: ignore[reportArgumentType]
     batch=Batch(global_batch_size=8, seq_len=8),
 )
+
+
+@pytest.fixture(autouse=True)
+def path_of_its_own(monkeypatch):
+    """Directories of imported files are on sys.path only during a test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def model(tmp_path: Path, source: str) -> FlaxLanguageModel:

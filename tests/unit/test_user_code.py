@@ -1,5 +1,6 @@
 """Optimizers and losses of the user, by their name in a configuration."""
 
+import colorsys
 import dataclasses
 import json
 import sys
@@ -33,6 +34,12 @@ PROGRAM = Program(
     model=Model(layers=1, embed=16, heads=2, mlp=16, vocab=32, dtype="float32"),
     batch=Batch(global_batch_size=8, seq_len=8),
 )
+
+
+@pytest.fixture(autouse=True)
+def path_of_its_own(monkeypatch):
+    """Directories of imported files are on sys.path only during a test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def program(**settings):
@@ -114,13 +121,13 @@ def test_a_file_edited_after_the_request_is_not_compiled(tmp_path, monkeypatch):
 
 def test_a_local_file_that_it_imports_is_imported_again_and_no_library(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "typing.py").write_text("")  # has the name of a library's file
-    (tmp_path / "mine.py").write_text("import typing\nfrom helper_of_mine import VALUE as f\n")
-    library = sys.modules["typing"]
+    (tmp_path / "colorsys.py").write_text("")  # has the name of a library's file
+    (tmp_path / "mine.py").write_text("import colorsys\nfrom helper_of_mine import VALUE as f\n")
+    library = colorsys
     for value in (1, 20):
         (tmp_path / "helper_of_mine.py").write_text(f"VALUE = {value}\n")
         assert UserCode("program.loss.custom", "graphtrain.losses", "mine.py:f").load() == value
-    assert sys.modules["typing"] is library
+    assert sys.modules["colorsys"] is library
 
 
 def test_a_file_is_imported_again_after_an_edit(tmp_path):
