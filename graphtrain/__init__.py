@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from graphtrain.compile.tasks import CompilationFailed, CompilationReport
     from graphtrain.config.schema import Config
     from graphtrain.planning.answer import Answer
-    from graphtrain.run.callbacks import Callback, RunStart
+    from graphtrain.run.callbacks import Callback
     from graphtrain.run.evaluate import Evaluation
+    from graphtrain.run.events import RunStart, RunSummary
     from graphtrain.run.generate import Generation
     from graphtrain.run.metric_columns import Metrics
-    from graphtrain.run.train import RunSummary
     from sharding_rules.errors import UserError
 
 # Types of arguments and results, by the module that is imported when one is named.
@@ -42,8 +42,8 @@ _TYPES = {
     "Evaluation": "graphtrain.run.evaluate",
     "Generation": "graphtrain.run.generate",
     "Metrics": "graphtrain.run.metric_columns",
-    "RunStart": "graphtrain.run.callbacks",
-    "RunSummary": "graphtrain.run.train",
+    "RunStart": "graphtrain.run.events",
+    "RunSummary": "graphtrain.run.events",
     "UserError": "sharding_rules.errors",
 }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graphtrain.cache import Cache
     from graphtrain.config.schema import Config
-    from graphtrain.run.train import RunSummary
+    from graphtrain.run.events import RunSummary
 
     # Path of a file or of the directory of a run; TOML, a string of several lines; tables as a
     # dict; a loaded configuration; or the summary of a run.

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from graphtrain.checkpoints.checkpoint import StepName
     from graphtrain.run.callbacks import Callback
     from graphtrain.run.evaluate import Evaluation
+    from graphtrain.run.events import RunSummary
     from graphtrain.run.generate import Generation
     from graphtrain.run.metric_columns import Metrics
-    from graphtrain.run.train import RunSummary
 
 _COMPILE = "graphtrain.compile(...) with the same configuration"
 

@@ -23,7 +23,7 @@ from lowering.machine import startup
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Config, Run
-    from graphtrain.run.train import RunSummary
+    from graphtrain.run.events import RunSummary
 
 _SIGNAL_STATUS = 128  # plus the signal number, the convention of shells
 

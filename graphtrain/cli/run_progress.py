@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.cli.terminal import printable, say
-from graphtrain.run.callbacks import Callback, Metrics, RunStart
+from graphtrain.run.callbacks import Callback
+from graphtrain.run.events import Metrics, RunStart
 from graphtrain.run.report_lines import MeanSpeed, evaluation_line, opening_lines, step_line
 
 

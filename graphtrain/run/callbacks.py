@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from graphtrain.errors import CallbackError
 
 if TYPE_CHECKING:
-    from graphtrain.config.schema import Config
-    from graphtrain.planning.parameters import ParameterCount
-    from graphtrain.run.train import RunSummary
+    from pathlib import Path
 
-Metrics = Mapping[str, Any]  # by name, as in metrics.jsonl
-
-
-@dataclass(frozen=True)
-class RunStart:
-    """Beginning of a run, or of its continuation."""
-
-    config: Config
-    directory: Path
-    step: int  # of the checkpoint from which the run resumes; 0 for a new run
-    parameters: ParameterCount
+    from graphtrain.run.events import Metrics, RunStart, RunSummary
 
 
 class Callback(Protocol):

@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from graphtrain.run.callbacks import Callback, Metrics, RunStart
+from graphtrain.run.callbacks import Callback
+from graphtrain.run.events import Metrics, RunStart
 from graphtrain.run.report_lines import MeanSpeed, evaluation_line, opening_lines, step_line
 
 NAME = "run.log"

@@ -9,7 +9,7 @@ from graphtrain.data.indexed.description import read_description
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Config
-    from graphtrain.run.callbacks import Metrics, RunStart
+    from graphtrain.run.events import Metrics, RunStart
 
 
 def opening_lines(start: RunStart) -> list[str]:

@@ -26,16 +26,16 @@ from graphtrain.config.schema import Config, Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.errors import TrainingError
 from graphtrain.files import write_errors
-from graphtrain.html import html_facts
 from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.planning.parameters import ParameterCount, count_compiled_parameters
 from graphtrain.run.agreement import check_same_executables, on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement, index_share
-from graphtrain.run.callbacks import Callback, RunStart, check_callbacks, notify
+from graphtrain.run.callbacks import Callback, check_callbacks, notify
 from graphtrain.run.data_check import DataCheck
 from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.earlier_runs import set_aside
+from graphtrain.run.events import RunStart, RunSummary
 from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.run.learning_rate import learning_rate
 from graphtrain.run.log import RunLog
@@ -57,23 +57,6 @@ Report = Callable[[Record], None]
 Notify = Callable[..., None]  # called with the name of an event and its arguments
 JournalPosition = Callable[[], dict[str, Any] | None]
 _COMMON_METRICS = ("loss", "grad_norm", "targets")  # metrics of every loss function
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """Outcome of a run."""
-
-    directory: Path
-    steps: int  # in total, including those before a resumption
-    resumed_from: int | None  # step of the checkpoint; None for a new run
-    validation_loss: float | None  # of the last evaluation
-    stopped_by: str | None  # name of the signal that stopped it, for example "SIGTERM"
-    best_step: int | None = None  # step of the lowest validation loss
-    stopped_early: bool = False  # run.early_stopping_patience evaluations were not lower
-
-    def _repr_html_(self) -> str:
-        facts = vars(self) | {"resumed_from": self.resumed_from or None}
-        return html_facts("run", facts)
 
 
 def train(

@@ -6,7 +6,7 @@ from pathlib import Path
 from graphtrain.config import load_config
 from graphtrain.data.indexed.description import DatasetDescription, write_description
 from graphtrain.planning.parameters import ParameterCount
-from graphtrain.run.callbacks import RunStart
+from graphtrain.run.events import RunStart
 from graphtrain.run.log import RunLog
 from graphtrain.run.report_lines import opening_lines
 
