@@ -58,13 +58,13 @@ def command(directory: Path, like: str, data: tuple[Path, ...], tokenizer: str |
 
 def _description(config: Config) -> str:
     """Return the size of a model and of its training."""
-    from graphtrain.config.schema import is_imported
+    from graphtrain.config.schema import TorchModel
     from graphtrain.models.flops import parameter_count
 
     model, steps = config.program.model, config.run.steps
     size = (
         f"the model of {model.hf}"
-        if is_imported(model)
+        if isinstance(model, TorchModel)
         else f"{parameter_count(model):,} parameters"
     )
     return f"{size}, {steps} steps of {config.program.batch.tokens:,} tokens"
