@@ -102,12 +102,20 @@ class Rules:
         paths = list(paths)
         for pattern in self.arrays:
             if not any(matches(path, pattern) for path in paths):
-                tail = pattern.rsplit("/", 1)[-1].strip("*")
-                similar_paths = [path for path in paths if tail and tail in path] or paths
                 raise ShardingError(
-                    f"rules, arrays {pattern!r}: no array matches; an example of a path is "
-                    f"{similar_paths[0].removeprefix('state/')!r}"
+                    f"rules, arrays {pattern!r}: no array matches; {_similar(pattern, paths)}"
                 )
+
+
+def _similar(pattern: str, paths: Sequence[str]) -> str:
+    """Return a hint: a pattern that matches and is spelt alike, or an example of a path."""
+    depth = pattern.count("/")
+    tails = {"/".join(path.split("/")[-depth - 1 :]) for path in paths}
+    wildcard = "/*" if pattern.endswith("/*") else ""
+    known = sorted({tail.rpartition("/")[0] if wildcard else tail for tail in tails})
+    if close := difflib.get_close_matches(pattern.removesuffix("/*")[:100], known, n=1):
+        return f"did you mean {close[0] + wildcard!r}?"
+    return f"an example of a path is {paths[0].removeprefix('state/')!r}"
 
 
 def matches(path: str, pattern: str) -> bool:
@@ -185,6 +193,8 @@ def _wrong_rule(axis: str, value: Any, mesh_axes: Any) -> str:
     is_list = isinstance(mesh_axes, list | tuple)
     if not is_list or not all(isinstance(one, str) for one in mesh_axes):
         return f"{value!r} is not a mesh axis or a list of mesh axes"
+    if len(set(mesh_axes)) < len(mesh_axes):
+        return f"{value!r} names a mesh axis twice"
     return next(filter(None, (unknown_axis(one, MESH_AXES) for one in mesh_axes)), "")
 
 

@@ -48,7 +48,10 @@ def load_config(source: Source, overrides: Sequence[str] = (), target: str | Non
     _follow_moved_run(read, document)
     if any(change.path == DIRECTORY for change in changes):
         remove_datasets(document)
+    has_mesh = "mesh" in _table(document, "program")
     blocked = [change for change in changes if not change.apply(document)]
+    if not has_mesh and not any(change.path == ("program", "mesh") for change in changes):
+        _keep_default_mesh(document)
     apply_preset(document)
     apply_data_directory(document)
     vocab_from_data = _take_vocab_from_data(document)
@@ -155,6 +158,22 @@ def _with_data_vocab(config: Config, name: str) -> Config:
         return with_data_vocab(config)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+
+
+def _keep_default_mesh(document: dict[str, Any]) -> None:
+    """Let data parallelism use the devices that --set program.mesh.AXIS=SIZE leaves.
+
+    Without a table [program.mesh], data is "rest". The first axis that --set names would otherwise
+    replace that default by a mesh that does not use all devices.
+    """
+    mesh = _table(document, "program").get("mesh")
+    if isinstance(mesh, dict) and "data" not in mesh and "rest" not in mesh.values():
+        mesh["data"] = "rest"
+
+
+def _table(document: dict[str, Any], name: str) -> dict[str, Any]:
+    value = document.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _read(path: Path) -> str:

@@ -94,6 +94,23 @@ def test_an_override_is_a_toml_value_or_a_bare_word(file, override, value):
     assert value(load_config(file, [override]))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "mesh"),
+    [
+        (["program.mesh.tensor=2"], {"data": "rest", "tensor": 2}),
+        (
+            ["program.mesh.tensor=2", "program.mesh.fsdp=2"],
+            {"data": "rest", "tensor": 2, "fsdp": 2},
+        ),
+        (["program.mesh.tensor=2", "program.mesh.fsdp=rest"], {"tensor": 2, "fsdp": "rest"}),
+        (["program.mesh.tensor=2", "program.mesh.data=4"], {"tensor": 2, "data": 4}),
+    ],
+)
+def test_an_axis_of_the_command_line_leaves_the_rest_to_data(file, overrides, mesh):
+    sizes = vars(load_config(file, overrides).program.mesh)
+    assert {name: size for name, size in sizes.items() if size != 1} == mesh
+
+
 def test_later_overrides_win_and_the_target_wins_over_all(file):
     config = load_config(
         file, ["run.steps=1", "run.steps=2", "program.target=cpu:2"], target="cpu:8"

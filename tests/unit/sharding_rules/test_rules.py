@@ -88,6 +88,21 @@ def test_a_pattern_that_names_nothing_is_an_error(overridden):
         overridden.check_patterns(["state/parameters/head"])
 
 
+def test_a_misspelt_pattern_suggests_the_nearest(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('[arrays."layers/mpl/*"]\nembed = []\n')
+    paths = ["state/parameters/layers/mlp/up", "state/parameters/layers/attention/query"]
+    with pytest.raises(ShardingError, match=r"did you mean 'layers/mlp/\*'\?"):
+        Rules.load([str(file)]).check_patterns(paths)
+
+
+def test_a_mesh_axis_that_is_named_twice_is_refused(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('[activations]\nmlp = ["tensor", "tensor"]\n')
+    with pytest.raises(ShardingError, match=r"names a mesh axis twice"):
+        Rules.load([str(file)])
+
+
 def test_an_override_that_is_no_table_is_an_error(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('[arrays]\n"layers/mlp/up" = "fsdp"\n')
