@@ -69,6 +69,6 @@ def make_job(config: Config, arguments: Sequence[str], cache: Path, workers: int
         memory_per_host=_HOST_MEMORY
         + (int(_CHECKPOINT_COPIES * devices * target.memory_bytes) if uses_accelerators else 0),
         shared_memory_per_host=_SHARED_MEMORY_PER_DEVICE * devices if uses_accelerators else 0,
-        is_exclusive=uses_accelerators and devices == target.specification.get("group"),
+        is_exclusive=uses_accelerators and devices == target.devices_per_host,
         workers=workers,
     )

@@ -54,7 +54,7 @@ def _cuda(target: Target) -> tuple[Any, ...]:
 
 def _hosts(target: Target) -> str:
     """Return the topology as "slices x hosts x GPUs per host"."""
-    per_host = min(target.devices, int(target.specification["group"]))
+    per_host = min(target.devices, target.devices_per_host or target.devices)
     return f"1x{target.devices // per_host}x{per_host}"
 
 
@@ -88,16 +88,22 @@ def require_compiler(target: Target) -> None:
 
 def _gpu_config(target: Target) -> str:
     """Return the GPU as the text form of XLA's GpuTargetConfigProto."""
-    card, about = target.specification["gpu"], target.specification
+    about = target.specification
+    if "gpu" not in about:
+        raise LoweringError(
+            f"{target}: no description of its hardware for the compiler is in topologies.toml, so "
+            "it cannot be compiled ahead of time; graphtrain plan --no-compile estimates it"
+        )
+    card, minor = about["gpu"], about["gpu"].get("minor", 0)
     info = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
         "shared_memory_per_block": 49152,
         "shared_memory_per_core": card["shared_memory"],
         "shared_memory_per_block_optin": card["shared_memory"] - 1024,
-        "threads_per_core_limit": 2048,
+        "threads_per_core_limit": card.get("threads", 2048),
         "core_count": card["cores"],
-        "fpus_per_core": 128 if card["capability"] > 8 else 64,
+        "fpus_per_core": 64 if (card["capability"], minor) == (8, 0) else 128,
         "block_dim_limit_x": 2**31 - 1,
         "block_dim_limit_y": 65535,
         "block_dim_limit_z": 65535,
@@ -114,7 +120,7 @@ def _gpu_config(target: Target) -> str:
     fields = " ".join(f"{name}: {value}" for name, value in info.items())
     return (
         f"gpu_device_info {{ {fields} "
-        f"cuda_compute_capability {{ major: {card['capability']} }} }}\n"
+        f"cuda_compute_capability {{ major: {card['capability']} minor: {minor} }} }}\n"
         'platform_name: "CUDA"\n'
         "dnn_version_info { major: 9 minor: 10 }\n"
         "runtime_version { major: 13 minor: 0 }\n"

@@ -30,10 +30,13 @@ _TOPOLOGIES = Path(__file__).parent / "topologies.toml"
 
 @dataclass(frozen=True)
 class Target:
-    """A machine and its devices: cpu:8, cpu:2x4 (2 processes x 4 devices), h100:64, v5p:4x4x4."""
+    """A machine and its devices: cpu:8, h100:64, v5p:4x4x4, or hosts x devices of each: h100:4x2.
+
+    A host of a CPU target is a process: cpu:2x4 is 2 processes of 4 devices.
+    """
 
     machine: str  # cpu, a table of topologies.toml, or a machine of an installed backend
-    topology: tuple[int, ...]  # chips along each physical dimension
+    topology: tuple[int, ...]  # chips along each physical dimension, or hosts x devices of each
 
     @classmethod
     def parse(cls, name: str) -> "Target":
@@ -59,16 +62,23 @@ class Target:
 
     def _problem(self) -> str:
         """Return why the topology is impossible and what to write; empty if it is possible."""
-        sizes, machine, group = self.topology, self.machine, int(self.specification.get("group", 0))
+        sizes, machine = self.topology, self.machine
+        group, per_host = int(self.specification.get("group", 0)), self._usual_per_host
         if self.has_process_topology and len(sizes) > 2:
             return f"write the number of processes and the devices of each, as in {machine}:2x4"
         if self.platform == "tpu":
             return self._problem_of_torus()
         if len(sizes) > 1:
+            if self.is_gpu and sizes[1] > group:
+                return f"the link of {machine} connects at most {group} devices"
             by_number = f"{machine} has no topology; write {machine}:{self.devices}"
             return "" if self.has_process_topology else by_number
-        if group and self.devices > group and self.devices % group:
-            return f"{machine} has {group} devices on each host; use a multiple of {group} devices"
+        if per_host and self.devices > per_host and self.devices % per_host:
+            other = f", or write hosts x devices of each, as in {machine}:2x1" * self.is_gpu
+            return (
+                f"{machine} has {per_host} devices on each host; use a multiple of {per_host} "
+                f"devices{other}"
+            )
         return ""
 
     def _problem_of_torus(self) -> str:
@@ -120,8 +130,9 @@ class Target:
 
     @property
     def has_process_topology(self) -> bool:
-        """True if a topology can be "processes x devices of each process"."""
-        return self.machine == "cpu" or self.specification.get("by_process", False)
+        """True if a topology can be "processes x devices of each process"; a process is a host."""
+        by_process = self.specification.get("by_process", False)
+        return self.machine == "cpu" or by_process or self.is_gpu
 
     @property
     def devices(self) -> int:
@@ -134,8 +145,31 @@ class Target:
             return self.topology[0]
         if self.machine == "cpu":
             return 1
+        per_host = self._usual_per_host
+        return -(-self.devices // per_host) if per_host else None
+
+    @property
+    def devices_per_host(self) -> int | None:
+        """Number of devices of a complete host; None if the launcher determines it."""
+        if self.has_process_topology and len(self.topology) > 1:
+            return self.topology[1]
+        return self._usual_per_host or None
+
+    @property
+    def _usual_per_host(self) -> int:
+        """Number of devices of a host, where the name of the target does not say it; 0: unknown."""
+        return int(self.specification.get("per_host", self.specification.get("group", 0)))
+
+    @property
+    def linked_devices(self) -> int | None:
+        """Number of devices that the machine's link connects; None if it connects all.
+
+        It is a host, or a rack of several hosts.
+        """
         group = self.specification.get("group")
-        return None if group is None else -(-self.devices // int(group))
+        if group is None or group > self._usual_per_host:
+            return group
+        return self.devices_per_host
 
     @property
     def memory_bytes(self) -> int:

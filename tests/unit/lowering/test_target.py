@@ -40,7 +40,9 @@ def test_devices_that_are_no_numbers_are_refused(name):
         ("v5p:3x3x3", r"a host has 2x2 chips; the first two sizes must be even"),
         ("h100:12", r"h100 has 8 devices on each host; use a multiple of 8"),
         ("trn1:35", r"trn1 has 32 devices on each host"),
-        ("h100:2x4", r"h100 has no topology; write h100:8"),
+        ("h100:2x9", r"the link of h100 connects at most 8 devices"),
+        ("h100:2x2x2", r"write the number of processes and the devices of each, as in h100:2x4"),
+        ("gb200:6", r"gb200 has 4 devices on each host; .* or write hosts x devices of each"),
         ("cpu:2x2x2", r"write the number of processes and the devices of each"),
         ("ascend910b:2x2", r"ascend910b has no topology; write ascend910b:4"),
         ("ascend-cpu:9", r"ascend-cpu has 8 devices on each host; use a multiple of 8"),
@@ -53,10 +55,21 @@ def test_a_machine_that_nobody_has_is_refused_with_what_to_write(name, advice):
 
 @pytest.mark.parametrize(
     ("name", "processes"),
-    [("cpu:4", 1), ("cpu:2x4", 2), ("h100:16", 2), ("ascend-cpu:4", 1), ("ascend-cpu:2x2", 2)],
-)
+    [
+        ("cpu:4", 1), ("cpu:2x4", 2), ("h100:16", 2), ("h100:4x2", 4), ("gb200:72", 18),
+        ("gh200:2", 2), ("ascend-cpu:4", 1), ("ascend-cpu:2x2", 2),
+    ],
+)  # fmt: skip
 def test_a_host_is_a_process(name, processes):
     assert Target.parse(name).processes == processes
+
+
+@pytest.mark.parametrize(
+    ("name", "linked"),
+    [("h100:16", 8), ("h100:4x2", 2), ("gb200:144", 72), ("gb200:2x2", 72), ("v5p:4x4x4", None)],
+)
+def test_the_link_connects_a_host_or_a_rack(name, linked):
+    assert Target.parse(name).linked_devices == linked
 
 
 @pytest.mark.parametrize("name", ["v4:1x1x1", "v5e:1x2", "v5p:4x4x6", "h100:7", "trn1:64"])
