@@ -26,6 +26,7 @@ from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
     from graphtrain.compile.tasks import CompilationReport, Observer, TaskOutcome
+    from graphtrain.config import Program
 
 
 def compile_limit_options(command: Callable) -> Callable:
@@ -122,16 +123,30 @@ def command(
         click.echo(json.dumps(result.as_json()))
     else:
         print_report(result)
+        programs = {path: load_config(path, overrides, target).program for path in configs}
+        for path, program in programs.items():
+            _print_parameters(f"{path}: " if len(programs) > 1 else "", program, cache)
         if not result.count("failed"):
-            for path in configs:
+            for path, program in programs.items():
                 run_command = command_line("run", path, target, overrides, cache)
-                program = load_config(path, overrides, target).program
                 say_export_obstacle(program)
                 _print_missing_runtime(program.target, run_command)
     if report is not None:
         write_file(report, json.dumps(result.as_json(), indent=2) + "\n")
     if result.count("failed"):
         sys.exit(2)
+
+
+def _print_parameters(label: str, program: "Program", cache: Path) -> None:
+    """Print the number of parameters, if the training step of a program is in the cache."""
+    from graphtrain.cache import Cache
+    from graphtrain.compile.request_keys import request_keys
+    from graphtrain.config.resolve import resolve
+    from graphtrain.planning.parameters import count_compiled_parameters
+
+    resolved = resolve(program)
+    if train := Cache(cache).get_by_request(request_keys(resolved)["train"]):
+        click.echo(f"{label}{count_compiled_parameters(resolved, train.record)}")
 
 
 @contextmanager

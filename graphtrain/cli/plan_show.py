@@ -1,6 +1,7 @@
 """graphtrain plan CONFIG: show the plan of one program for one target, or for several."""
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,6 +104,10 @@ def show(
         check(config, overrides, target, "PLAN", outputs=outputs)
     else:
         _check_targets(targets.split(","))
+    if html is not None:
+        from graphtrain.planning.page import require_charts
+
+        require_charts()
     from graphtrain.config import load_config
     from graphtrain.config.resolve import resolve
 
@@ -194,8 +199,9 @@ def _compare(
     from graphtrain.cli.compile import progress
     from graphtrain.config import load_config
     from graphtrain.config.resolve import resolve
+    from graphtrain.planning.json_output import target_rows
     from graphtrain.planning.targets import compare_targets
-    from graphtrain.planning.text import target_rows, targets_table
+    from graphtrain.planning.text import targets_table
 
     def vary(change: Sequence[str]) -> "ResolvedProgram":
         return resolve(load_config(config, [*overrides, *change]).program)
@@ -225,7 +231,8 @@ def _print_arrays(program: "ResolvedProgram", pattern: str) -> None:
 
 
 def _print_json(plan_answer: "Answer", pattern: str | None) -> None:
-    from graphtrain.planning.text import answer_as_json, matching_paths
+    from graphtrain.planning.json_output import answer_as_json
+    from graphtrain.planning.text import matching_paths
 
     contents = answer_as_json(plan_answer)
     if pattern is not None:
@@ -252,5 +259,6 @@ def _write_page(
 ) -> None:
     from graphtrain.planning.page import render_page
 
-    write_file(path, render_page(config.stem, plan_answer, search_results))
+    command = shlex.join(["graphtrain", *sys.argv[1:]])
+    write_file(path, render_page(config.stem, plan_answer, search_results, command))
     say(f"wrote {path}")

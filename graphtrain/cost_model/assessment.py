@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from graphtrain.cost_model.compute import PartFlops
     from lowering.hlo.collectives import Collective
     from sharding_rules.plan import Plan
 
@@ -38,21 +40,31 @@ class Memory:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Roofline estimate of the time of a training step, in seconds.
+    """Roofline estimate of the time of a training step, in seconds; None if unknown.
 
     The traffic is read from the compiled program or estimated.
     """
 
-    compute: float  # matrix products at peak FLOP/s, including recomputation
-    memory: float  # reads and writes of weights, state and activations at the memory bandwidth
-    communication: dict[str, float]  # by mesh axes, as "fsdp" or "data+fsdp"
-    bubble: float  # idle time of a pipeline stage
-    overlapped: float  # part of the communication that overlaps with compute
+    compute: float | None  # matrix products at peak FLOP/s, including recomputation
+    memory: float | None  # reads and writes of weights, state and activations at the bandwidth
+    communication: Mapping[str, float | None]  # by mesh axes, as "fsdp" or "data+fsdp"
+    bubble: float | None  # idle time of a pipeline stage
+    overlapped: float | None  # part of the communication that overlaps with compute
 
     @property
-    def total(self) -> float:
-        exposed = sum(self.communication.values()) - self.overlapped
-        return max(self.compute, self.memory) + exposed + self.bubble
+    def total(self) -> float | None:
+        """Time of the step from the parts that are known; None if compute is not."""
+        if self.compute is None:
+            return None
+        sent = sum(seconds or 0.0 for seconds in self.communication.values())
+        exposed = sent - (self.overlapped or 0.0)
+        return max(self.compute, self.memory or 0.0) + exposed + (self.bubble or 0.0)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether every part is known. If not, the total is only a lower bound."""
+        parts = self.compute, self.memory, self.bubble, *self.communication.values()
+        return None not in parts
 
 
 @dataclass(frozen=True)
@@ -67,8 +79,10 @@ class Assessment:
     time: StepTime
     # Model FLOPs utilization, implied by the time. Recomputation is not counted. Causal attention
     # is counted in full if all its scores are computed, and half if a kernel skips the others.
-    mfu: float
-    mfu_causal: float  # MFU with causal attention counted half
+    # None: unknown, because the time is not complete.
+    mfu: float | None
+    mfu_causal: float | None  # MFU with causal attention counted half
+    flops: tuple[PartFlops, ...] = ()  # by part of the model, by arithmetic
     compile_seconds: float | None = None
     chunk: int | None = None  # positions per chunk of the logits; None: the complete sequence
     findings: tuple[str, ...] = ()  # what the step computes or holds without need, and why

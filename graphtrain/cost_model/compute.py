@@ -1,33 +1,107 @@
-"""FLOPs of a training step: by arithmetic, and as the compiled program has them."""
+"""FLOPs of a training step: by arithmetic, and as the compiled program has them.
+
+Work that several devices repeat is counted on each of them: a part of the model is computed on
+every device of a mesh axis unless a rule splits it over that axis.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.models.flops import (
-    attention_flops_per_token,
-    flops_per_token,
-    step_flops_per_token,
-)
+from graphtrain.config.schema import is_imported
+from graphtrain.cost_model.padded_stages import with_padding_layers
+from graphtrain.models.flops import Part, forward_flops_by_part
+from graphtrain.models.grouped_matmul_support import step_computes_all_experts
+
+_Flops = dict[Part, float]
+# Array axes whose split divides the work of a part among devices.
+_DIVIDES: dict[Part, tuple[str, ...]] = {
+    "attention projections": ("batch", "seq", "heads", "stages"),
+    "attention scores": ("batch", "seq", "q_seq", "heads", "attention_heads", "stages"),
+    "MLP": ("batch", "seq", "mlp", "experts", "stages"),
+    "LM head": ("batch", "seq", "vocab", "stages"),  # a stage has its share of the microbatches
+}
 
 
-def step_flops(program: ResolvedProgram, *, flash: bool, masked: bool = True) -> float:
-    """Return the FLOPs of a step on all devices, including recomputation.
+@dataclass(frozen=True)
+class PartFlops:
+    """FLOPs of one part of the model in a step."""
+
+    name: Part
+    model: float  # of all tokens, without recomputation
+    recomputed: float  # of all tokens, in the backward pass
+    replicated_over: tuple[str, ...]  # mesh axes whose devices all compute the same
+    replicas: int  # number of devices that compute the same
+    unneeded: float = 1.0  # all computed experts over the chosen ones
+
+    @property
+    def ideal(self) -> float:
+        """FLOPs of all devices, if none repeats what another computes."""
+        return self.model + self.recomputed
+
+    @property
+    def computed(self) -> float:
+        """FLOPs of all devices together, as the rules place the work."""
+        return self.ideal * self.replicas * self.unneeded
+
+
+def flops_by_part(
+    program: ResolvedProgram, *, flash: bool, masked: bool = True
+) -> tuple[PartFlops, ...]:
+    """Return the FLOPs of a step by part of the model.
 
     Args:
-        program: the program.
+        program: the program, whose model may be imported.
         flash: Whether attention is a kernel.
         masked: Count only the half of the scores that a kernel computes under a causal mask.
             Compiled programs are counted without the mask.
+
+    Raises:
+        PlanError: the sizes of an imported model are not known.
     """
-    skips = flash and masked
-    per_token = step_flops_per_token(program.settings, causal=skips)
-    return (per_token + _recomputed(program, flash, skips)) * program.batch.tokens
+    unneeded = _computed_experts(program)
+    program = with_padding_layers(program)
+    tokens = program.batch.tokens
+    forward = forward_flops_by_part(program.model, program.batch.seq_len)
+    if flash and masked:
+        forward["attention scores"] /= 2
+    recomputed = _recomputed(program, forward, flash)
+    return tuple(
+        PartFlops(
+            name,
+            model=flops * _passes(program, name) * tokens,
+            recomputed=recomputed.get(name, 0.0) * tokens,
+            replicated_over=(axes := _replicated_over(program, name)),
+            replicas=program.mesh.size(axes),
+            unneeded=unneeded if name == "MLP" else 1.0,
+        )
+        for name, flops in forward.items()
+    )
+
+
+def step_flops(program: ResolvedProgram, *, flash: bool, masked: bool = True) -> float:
+    """Return the FLOPs of a step on all devices, including recomputation, without repetition.
+
+    Arguments are those of flops_by_part().
+    """
+    return sum(part.ideal for part in flops_by_part(program, flash=flash, masked=masked))
+
+
+def expected_excess(program: ResolvedProgram, *, flash: bool) -> float:
+    """Return the FLOPs of a step, with what devices compute in vain, over those of step_flops().
+
+    Arithmetic for a step that is not compiled; compiled_excess() is the same of one that is.
+    """
+    parts = flops_by_part(program, flash=flash)
+    return sum(part.computed for part in parts) / sum(part.ideal for part in parts)
 
 
 def compiled_excess(
     program: ResolvedProgram, compiled: float, *, flash: bool, bubble: float = 0.0
 ) -> float:
-    """Return the compiled FLOPs of a device over those that arithmetic expects.
+    """Return the compiled FLOPs of a device over its share of step_flops().
 
     Below 1 the program has kernels whose FLOPs are not known.
 
@@ -41,8 +115,64 @@ def compiled_excess(
     return compiled * (1 - bubble) / expected
 
 
-def _recomputed(program: ResolvedProgram, flash: bool, skips: bool) -> float:
-    """Return the operations per token that the backward pass recomputes.
+def replicated(parts: Sequence[PartFlops]) -> dict[tuple[str, ...], list[Part]]:
+    """Return the parts that several devices repeat, by the mesh axes over which they do."""
+    found: dict[tuple[str, ...], list[Part]] = {}
+    for part in parts:
+        if part.replicas > 1:
+            found.setdefault(part.replicated_over, []).append(part.name)
+    return found
+
+
+def computes_all_experts(program: ResolvedProgram) -> str:
+    """Return why a mixture computes experts that its tokens did not choose; empty if it does not.
+
+    Args:
+        program: the program, whose model may be imported.
+    """
+    native = with_padding_layers(program)
+    if native.model.moe is None:
+        return ""
+    if is_imported(program.model) and program.target.platform != "tpu":
+        return f"imported mixtures have no grouped matrix product on {program.target}"
+    return step_computes_all_experts(native)
+
+
+def _passes(program: ResolvedProgram, name: Part) -> int:
+    """Return the passes of a step over a part; each costs as much as the forward pass.
+
+    Frozen weights have no gradients; a product of scores has no weights. DPO's reference model
+    has one more forward pass.
+    """
+    has_weights = name != "attention scores"
+    passes = 2 if program.adapter is not None and has_weights else 3
+    return passes + (program.loss.kind == "dpo")
+
+
+def _replicated_over(program: ResolvedProgram, name: Part) -> tuple[str, ...]:
+    """Return the mesh axes that split nothing of a part."""
+    table = program.rules.activations
+    splitting = {axis for array_axis in _DIVIDES[name] for axis in table.get(array_axis, ())}
+    return tuple(
+        axis for axis, size in program.mesh.axes.items() if size > 1 and axis not in splitting
+    )
+
+
+def _computed_experts(program: ResolvedProgram) -> float:
+    """Return the experts that are computed for a token over those that it chose.
+
+    A native mixture multiplies each choice by all experts, an imported one each token.
+    """
+    if not computes_all_experts(program):
+        return 1.0
+    mixture = with_padding_layers(program).model.moe
+    assert mixture is not None
+    by_token = is_imported(program.model)
+    return mixture.experts / (mixture.experts_per_token if by_token else 1)
+
+
+def _recomputed(program: ResolvedProgram, forward: _Flops, flash: bool) -> _Flops:
+    """Return the operations per token that the backward pass recomputes, by part.
 
     Pipeline stages are recomputed from their input, and then by their own remat policy. A kernel's
     backward pass has seven products instead of four: it computes the scores, and the gradient of
@@ -50,18 +180,24 @@ def _recomputed(program: ResolvedProgram, flash: bool, skips: bool) -> float:
 
     Args:
         program: the program.
+        forward: operations of the forward pass per token, by part.
         flash: Whether attention is a kernel.
-        skips: Whether the kernel's masked scores are left out.
     """
-    model, length = program.model, program.batch.seq_len
-    attention = attention_flops_per_token(model, length) / 3
-    forward = flops_per_token(model, length) / 3 - 2 * model.embed * model.vocab
-    by_policy = {"none": 0.0, "full": forward}.get(model.remat, attention)
+    model = program.model
+    layers: _Flops = {name: flops for name, flops in forward.items() if name != "LM head"}
+    scores: _Flops = {"attention scores": forward["attention scores"]}
+    by_policy = scores
+    if model.remat in ("none", "full"):
+        by_policy = layers if model.remat == "full" else {}
     if flash:
-        if skips:
-            forward, attention = forward - attention / 2, attention / 2
-        by_policy = 3 / 2 * attention + (forward if model.remat == "full" else 0.0)
+        kernel: _Flops = {"attention scores": 1.5 * forward["attention scores"]}
+        by_policy = _sum(kernel, layers) if model.remat == "full" else kernel
     in_stages = program.mesh.axes.get("stage", 1) > 1
     if in_stages and (model.remat != "none" or program.pipeline.schedule == "1f1b"):
-        return forward + (by_policy if model.remat != "full" else 0.0)
+        return layers if model.remat == "full" else _sum(layers, by_policy)
     return by_policy
+
+
+def _sum(one: _Flops, other: _Flops) -> _Flops:
+    both = (*one, *other)
+    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in dict.fromkeys(both)}

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema import is_imported
+from graphtrain.cost_model.compute import (
+    PartFlops,
+    computes_all_experts,
+    expected_excess,
+    flops_by_part,
+    replicated,
+)
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.sizes import DeviceSizes
-from graphtrain.models.attention.kernel_support import attention_of_step, why_no_kernel
-from graphtrain.models.flops import expert_flops_per_token, step_flops_per_token
-from graphtrain.models.grouped_matmul_support import step_computes_all_experts
+from graphtrain.models.attention.kernel_support import (
+    attention_of_step,
+    step_uses_flash_kernel,
+    why_no_kernel,
+)
+from graphtrain.models.flops import Part
 
-# More compiled FLOPs than this, over those of the model with its recomputation, have a cause.
+# More compiled FLOPs than this, over those that have a known cause, are a finding.
 EXCESS = 1.2
+# Array axis whose split would divide the work of a part.
+_AXIS_THAT_DIVIDES: dict[Part, str] = {
+    "attention projections": "heads",
+    "attention scores": "heads",
+    "MLP": "mlp",
+    "LM head": "vocab",
+}
 
 
 def findings(program: ResolvedProgram, excess: float | None) -> tuple[str, ...]:
@@ -24,18 +40,6 @@ def findings(program: ResolvedProgram, excess: float | None) -> tuple[str, ...]:
         excess: Compiled FLOPs over those that arithmetic expects; None if nothing was compiled.
     """
     return (*_dense_attention(program), *_needless_flops(program, excess))
-
-
-def expected_excess(program: ResolvedProgram) -> float:
-    """Return the excess of FLOPs that arithmetic expects, for a step that is not compiled."""
-    native = with_padding_layers(program)
-    moe = native.model.moe
-    if moe is None or not _computes_all_experts(program):
-        return 1.0
-    repeated = expert_flops_per_token(native.model) * (moe.experts - 1)
-    if is_imported(program.model):  # each token once, not each of its choices
-        repeated = expert_flops_per_token(native.model) * (moe.experts / moe.experts_per_token - 1)
-    return 1 + repeated / step_flops_per_token(native.settings)
 
 
 def _dense_attention(program: ResolvedProgram) -> Iterator[str]:
@@ -56,30 +60,64 @@ def _dense_attention(program: ResolvedProgram) -> Iterator[str]:
     )
 
 
+def _repeated_work(program: ResolvedProgram, excess: float | None) -> Iterator[str]:
+    """Yield a finding for each set of mesh axes whose devices compute the same."""
+    parts = flops_by_part(program, flash=step_uses_flash_kernel(with_padding_layers(program)))
+    if excess is not None and excess < _confirming(parts):
+        return  # the compiler found a way to divide the work
+    for axes, names in replicated(parts).items():
+        over, times = " and ".join(axes), program.mesh.size(axes)
+        whole = len(names) == len(parts)
+        verb = "is" if whole or len(_merged(names)) == 1 else "are"
+        rule = "batch" if whole else _AXIS_THAT_DIVIDES[names[0]]
+        yield (
+            f"{'the whole step' if whole else _joined(names)} {verb} computed {times} x over "
+            f"{over}: no rule splits activations there, so {times} devices compute the same. "
+            f"[activations] {rule} = {axes[0]!r} in a rule table divides the work."
+        )
+
+
+def _confirming(parts: Sequence[PartFlops]) -> float:
+    """Return the excess from which a compiled program can be said to repeat work as expected."""
+    ideal = sum(part.ideal for part in parts)
+    return (1 + sum(part.computed for part in parts) / ideal) / 2
+
+
+def _merged(names: Sequence[Part]) -> list[str]:
+    """Return the names of parts as they stand in a sentence; both of attention are one."""
+    attention = [name for name in names if name.startswith("attention")]
+    others = [f"the {name}" for name in names if name not in attention]
+    return (["attention"] if len(attention) == 2 else [*attention]) + others
+
+
+def _joined(names: Sequence[Part]) -> str:
+    *firsts, last = _merged(names)
+    return f"{', '.join(firsts)} and {last}" if firsts else last
+
+
 def _needless_flops(program: ResolvedProgram, excess: float | None) -> Iterator[str]:
     native = with_padding_layers(program)
-    moe = native.model.moe
-    if moe is not None and (reason := _computes_all_experts(program)):
-        share = excess if excess is not None else expected_excess(program)
+    moe, flash = native.model.moe, step_uses_flash_kernel(native)
+    repeats = list(_repeated_work(program, excess))
+    yield from repeats
+    if moe is not None and (reason := computes_all_experts(program)):
+        share = excess if excess is not None else expected_excess(program, flash=flash)
         yield (
             f"the mixture computes {moe.experts} experts for each token's "
             f"{moe.experts_per_token}: {reason}. The step computes {share:.1f} x the FLOPs of the "
             "chosen experts. Set program.model.moe.capacity_factor, for example to 1.25."
         )
-    elif excess is not None and excess > EXCESS:
+        return
+    known = expected_excess(program, flash=flash) if repeats else 1.0
+    if excess is not None and excess > EXCESS * known:
         cause = "no known cause; compare the step without parts of its settings (plan diff)"
         if moe is not None and (capacity := moe.capacity_factor or 0) > 1:
             cause = (
                 f"moe.capacity_factor = {capacity:g} gives each expert that many times its mean "
                 "number of slots, and empty slots are computed"
             )
+        repeated = " and that repetition" if repeats else ""
         yield (
-            f"the compiled step computes {excess:.2f} x the FLOPs of the model with its "
-            f"recomputation: {cause}."
+            f"the compiled step computes {excess / known:.2f} x the FLOPs of the model with its "
+            f"recomputation{repeated}: {cause}."
         )
-
-
-def _computes_all_experts(program: ResolvedProgram) -> str:
-    if is_imported(program.model) and program.target.platform != "tpu":
-        return f"imported mixtures have no grouped matrix product on {program.target}"
-    return step_computes_all_experts(with_padding_layers(program))

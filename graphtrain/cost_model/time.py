@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Memory, StepTime
-from graphtrain.cost_model.compute import step_flops
+from graphtrain.cost_model.compute import expected_excess, step_flops
 from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.models.flops import step_flops_per_token
 from lowering.machine.target import Target
@@ -31,9 +30,9 @@ def step_time(
     bubble: float = 0.0,
     efficiency: float = 1.0,
     flash: bool = False,
-    excess: float = 1.0,
+    excess: float | None = None,
 ) -> StepTime:
-    """Estimate the time of a training step by roofline.
+    """Estimate the time of a training step by roofline. What the machine's table lacks is None.
 
     Args:
         program: the program.
@@ -42,31 +41,36 @@ def step_time(
         bubble: Fraction of a pipeline's ticks in which a stage is idle.
         efficiency: Fraction of the machine's peak that products reach; 1.0 is the roofline.
         flash: Whether attention is a kernel, which skips the masked half of its scores.
-        excess: Compiled FLOPs over those that arithmetic expects, at least 1.
+        excess: FLOPs over those that the model needs: compiled_excess() of a compiled step.
+            Default: expected_excess(), by arithmetic.
     """
     mesh, target = program.mesh, program.target
-    compute = _seconds_of_compute(program, flash) * max(1.0, excess) / efficiency
+    compute = _seconds_of_compute(program, flash)
+    if compute is not None:
+        counted = expected_excess(program, flash=flash) if excess is None else excess
+        compute *= max(1.0, counted) / efficiency
     communication = _communication(collectives, mesh, target)
     hideable = sum(
-        seconds
+        seconds or 0.0
         for axes, seconds in communication.items()
         if set(axes.split("+")) <= OVERLAPPED_AXES
     )
-    work = compute + sum(communication.values()) - hideable
+    exposed = sum(seconds or 0.0 for seconds in communication.values()) - hideable
+    idle = None if compute is None else (compute + exposed) * bubble / (1 - bubble)
     return StepTime(
         compute=compute,
         memory=_seconds_of_memory(program, memory),
         communication=communication,
-        bubble=work * bubble / (1 - bubble),
-        overlapped=min(hideable, compute),
+        bubble=idle if bubble else 0.0,
+        overlapped=None if compute is None else min(hideable, compute),
     )
 
 
-def mfu(program: ResolvedProgram, seconds: float, *, causal: bool = False) -> float:
+def mfu(program: ResolvedProgram, seconds: float | None, *, causal: bool = False) -> float | None:
     """Return the model FLOP utilization (MFU) of a step; recomputation is not useful work.
 
-    The result is 0.0 if the target's peak is not known. Scores that a step never computes must not
-    be counted as its work: MFU could exceed 1.
+    The result is None if the time or the target's peak is not known. Scores that a step never
+    computes must not be counted as its work: MFU could exceed 1.
 
     Args:
         program: the program.
@@ -79,23 +83,23 @@ def mfu(program: ResolvedProgram, seconds: float, *, causal: bool = False) -> fl
     peak = program.target.peak_flops(program.model.dtype)
     native = with_native_model(program.settings)
     useful = step_flops_per_token(native, causal=causal) * program.batch.tokens
-    return useful / (seconds * peak) if peak and seconds else 0.0
+    return useful / (seconds * peak) if peak and seconds else None
 
 
-def _seconds_of_compute(program: ResolvedProgram, flash: bool) -> float:
+def _seconds_of_compute(program: ResolvedProgram, flash: bool) -> float | None:
     peak = program.target.peak_flops(program.model.dtype)
-    return step_flops(program, flash=flash) / peak if peak else 0.0
+    return step_flops(program, flash=flash) / peak if peak else None
 
 
-def _seconds_of_memory(program: ResolvedProgram, memory: Memory) -> float:
-    """Return the seconds of memory traffic.
+def _seconds_of_memory(program: ResolvedProgram, memory: Memory) -> float | None:
+    """Return the seconds of memory traffic; None if the bandwidth is unknown.
 
     State is read and written once per step; weights are read twice per microbatch, activations are
     written and read once per microbatch.
     """
     bandwidth = program.target.specification.get("bandwidth")
     if not bandwidth:
-        return 0.0
+        return None
     state = 2 * (memory.parameters + memory.optimizer + memory.gradients)
     width = 2 if program.model.dtype == "bfloat16" else 4
     weights = 2 * program.batch.microbatches * memory.parameters * width / 4
@@ -106,14 +110,17 @@ def _seconds_of_memory(program: ResolvedProgram, memory: Memory) -> float:
 
 def _communication(
     collectives: Iterable[Collective], mesh: MeshShape, target: Target
-) -> dict[str, float]:
-    seconds: dict[str, float] = defaultdict(float)
+) -> dict[str, float | None]:
+    """Return the seconds of communication by mesh axes; None where the bandwidth is unknown."""
+    seconds: dict[str, float | None] = {}
     for collective in collectives:
-        speed = bandwidth_of(collective.axes, mesh, target)
-        if speed:
-            travel = collective.wire_bytes_per_step / speed
-            seconds["+".join(collective.axes)] += travel + collective.count * _LATENCY
-    return dict(seconds)
+        axes, speed = "+".join(collective.axes), bandwidth_of(collective.axes, mesh, target)
+        if not speed:
+            seconds[axes] = None
+            continue
+        travel = collective.wire_bytes_per_step / speed
+        seconds[axes] = (seconds.get(axes) or 0.0) + travel + collective.count * _LATENCY
+    return seconds
 
 
 def bandwidth_of(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> float:
@@ -122,7 +129,7 @@ def bandwidth_of(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> floa
     GPUs of one host use its link. Between hosts, the members of a group that share a host use their
     network ports together. On a torus a ring has the links of one dimension.
     """
-    specification = target.specification
+    specification, linked = target.specification, target.linked_devices
     if "link" not in specification or not axes:
         return 0.0
     one_way = specification["link"] / 2
@@ -130,19 +137,18 @@ def bandwidth_of(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> floa
         return one_way / len(target.topology)
     if not crosses_hosts(axes, mesh, target):
         return one_way
-    return min(
-        one_way,
-        _members_per_host(axes, mesh, int(specification["group"])) * specification["network"] / 2,
-    )
+    if "network" not in specification or linked is None:
+        return 0.0
+    return min(one_way, _members_per_host(axes, mesh, linked) * specification["network"] / 2)
 
 
 def crosses_hosts(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> bool:
-    """Return whether groups along mesh axes span several hosts; never on TPU slices."""
-    if "group" not in target.specification:
+    """Return whether groups along mesh axes leave the devices of a link; never on TPU slices."""
+    if target.linked_devices is None:
         return False
     names = list(mesh.axes)
     slowest = min(names.index(name) for name in axes)
-    return mesh.size(tuple(names[slowest:])) > target.specification["group"]
+    return mesh.size(tuple(names[slowest:])) > target.linked_devices
 
 
 def _members_per_host(axes: tuple[str, ...], mesh: MeshShape, host: int) -> int:

@@ -8,10 +8,12 @@ def plan_program(program: ResolvedProgram) -> Plan:
     """Return the plan of all inputs of the training step, on the program's target.
 
     Raises:
-        ShardingError: the rules cannot split an array over the mesh.
+        ShardingError: the rules cannot split an array over the mesh, or a pattern of theirs matches
+            no array.
     """
     from graphtrain.graphs.build import build_graph  # imports JAX and Flax
     from lowering.trees import flatten
 
-    inputs = build_graph(program, "train").inputs
-    return make_plan(flatten(dict(inputs)), program.rules, program.mesh)
+    graph = build_graph(program, "train")
+    program.rules.check_patterns(graph.arrays())
+    return make_plan(flatten(dict(graph.inputs)), program.rules, program.mesh)

@@ -1,6 +1,10 @@
 """Parameters and floating-point operations of a model, by arithmetic; imports no JAX."""
 
+from typing import Literal
+
 from graphtrain.config.schema import Model, Program
+
+Part = Literal["attention projections", "attention scores", "MLP", "LM head"]
 
 
 def parameter_count(model: Model) -> int:
@@ -17,8 +21,20 @@ def flops_per_token(model: Model, length: int) -> float:
 
     Source: Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311
     """
-    products = _weights(model, active=True) + model.embed * model.vocab
-    return 6 * products + attention_flops_per_token(model, length)
+    return 3 * sum(forward_flops_by_part(model, length).values())
+
+
+def forward_flops_by_part(model: Model, length: int) -> dict[Part, float]:
+    """Return the forward pass's part of flops_per_token, by part of the model."""
+    embed, query, key = _widths(model)
+    projections = model.layers * (2 * embed * query + 2 * embed * key)
+    mlp = _weights(model, active=True) - projections
+    return {
+        "attention projections": 2 * projections,
+        "attention scores": attention_flops_per_token(model, length) / 3,
+        "MLP": 2 * mlp,
+        "LM head": 2 * embed * model.vocab,
+    }
 
 
 def step_flops_per_token(program: Program, *, causal: bool = False) -> float:

@@ -15,6 +15,7 @@ from graphtrain.planning import ledger
 from graphtrain.planning.assess import assess
 from graphtrain.planning.collective_origins import CollectiveOrigin, explain_collectives
 from graphtrain.planning.ledger import ErrorBar
+from graphtrain.planning.parameters import ParameterCount, count_parameters
 from graphtrain.planning.remedies import Remedy, WithOverrides, find_remedies
 
 
@@ -32,6 +33,10 @@ class Answer:
     causes: Sequence[CollectiveOrigin] = ()  # one for each compiled collective, in order
 
     @property
+    def parameters(self) -> ParameterCount:
+        return count_parameters(self.program, self.assessment.plan)
+
+    @property
     def fits(self) -> bool:
         """Return whether the training step fits in the memory of a device."""
         return self.assessment.memory.fits
@@ -42,8 +47,8 @@ class Answer:
         return self.assessment.memory.peak
 
     @property
-    def step_seconds(self) -> float:
-        """Return the estimated time of a training step."""
+    def step_seconds(self) -> float | None:
+        """Return the estimated time of a training step; None if unknown."""
         return self.assessment.time.total
 
     def __repr__(self) -> str:

@@ -15,8 +15,8 @@ from graphtrain.compile.driver import compile_tasks
 from graphtrain.compile.tasks import Limits, Observer, TaskOutcome, tasks_of
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Assessment, Memory
-from graphtrain.cost_model.compute import compiled_excess
-from graphtrain.cost_model.findings import expected_excess, findings
+from graphtrain.cost_model.compute import compiled_excess, expected_excess, flops_by_part
+from graphtrain.cost_model.findings import findings
 from graphtrain.cost_model.memory import memory as estimated_memory
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.time import mfu, step_time
@@ -25,7 +25,7 @@ from graphtrain.errors import PlanError
 from graphtrain.graphs.plan import plan_program
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.chunk_size import loss_chunk
-from lowering.hlo.collectives import Collective
+from lowering.hlo.collectives import Collective, merged
 from sharding_rules.plan import Plan
 
 
@@ -83,7 +83,7 @@ def estimate(program: ResolvedProgram, plan: Plan | None = None) -> Assessment:
         program,
         plan or plan_program(program),
         estimated_memory(padded_program),
-        predict_collectives(padded_program),
+        merged(predict_collectives(padded_program)),
         "estimate",
     )
 
@@ -159,8 +159,9 @@ def _assessment(
     excess = None
     if flops is not None:
         excess = compiled_excess(padded_program, flops, flash=flash, bubble=bubble)
-    counted = expected_excess(program) if excess is None else excess
+    counted = expected_excess(program, flash=flash) if excess is None else excess
     time = step_time(padded_program, memory, collectives, bubble, flash=flash, excess=counted)
+    seconds = time.total if time.is_complete else None
     return Assessment(
         target=program.settings.target,
         plan=plan,
@@ -168,8 +169,9 @@ def _assessment(
         collectives=collectives,
         collectives_source=source,
         time=time,
-        mfu=mfu(program, time.total, causal=flash),
-        mfu_causal=mfu(program, time.total, causal=True),
+        mfu=mfu(program, seconds, causal=flash),
+        mfu_causal=mfu(program, seconds, causal=True),
+        flops=flops_by_part(program, flash=flash),
         chunk=loss_chunk(padded_program),
         findings=findings(program, excess),
         flops_excess=excess,

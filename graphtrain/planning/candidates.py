@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from graphtrain.cache.sizes import format_size
 from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import Mesh, Model, PipelineSettings, Program, Remat
 from graphtrain.cost_model.assessment import Memory, StepTime
@@ -19,6 +20,7 @@ from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.chunk_size import loss_chunk
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.models.shapes import state_arrays
+from graphtrain.planning.formats import format_seconds, format_share
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from sharding_rules.arrays import ArraySpec
@@ -42,7 +44,9 @@ class Candidate:
     program: ResolvedProgram
     memory: Memory
     time: StepTime | None = None  # None if the program does not fit
-    mfu: float = 0.0
+    mfu: float | None = None  # None if unknown
+    sent_bytes: float = 0.0  # by one device in a step
+    equal: int = 0  # number of strategies with equal numbers that this one stands for
 
     @property
     def mesh(self) -> MeshShape:
@@ -50,13 +54,29 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        return math.inf if self.time is None else self.time.total
+        """Time of a step; infinite if it is unknown or the program does not fit."""
+        total = None if self.time is None else self.time.total
+        return math.inf if total is None else total
 
     @property
-    def rank(self) -> tuple[float, float]:
-        """Sort key: step time to three digits, then communication, whose overlap is uncertain."""
-        sent = sum(self.time.communication.values()) if self.time else 0.0
-        return float(f"{self.seconds:.3g}"), sent
+    def rank(self) -> tuple[float, float, float, int]:
+        """Sort key: step time to three digits, then communication, whose overlap is uncertain.
+
+        Where the speed of the links is unknown, the bytes that are sent count.
+        """
+        times = self.time.communication.values() if self.time else ()
+        sent = sum(seconds or 0.0 for seconds in times)
+        return float(f"{self.seconds:.3g}"), sent, self.sent_bytes, self.memory.peak
+
+    @property
+    def figures(self) -> tuple[str, str, str, str]:
+        """Step time, utilization, bytes sent and peak memory as text."""
+        return (
+            format_seconds(None if self.time is None else self.time.total),
+            format_share(self.mfu),
+            format_size(round(self.sent_bytes)),
+            format_size(self.memory.peak),
+        )
 
     def choice(self, family: str) -> str:
         """Return the candidate's choice in a family, for example "16" for tensor."""
@@ -139,8 +159,10 @@ def _candidate(
     estimated_time = step_time(
         program, estimated_memory, collectives, bubble_of(program), attained, flash
     )
-    utilization = mfu(program, estimated_time.total, causal=flash)
-    return Candidate(program, estimated_memory, estimated_time, utilization)
+    seconds = estimated_time.total if estimated_time.is_complete else None
+    utilization = mfu(program, seconds, causal=flash)
+    sent_bytes = sum(each.wire_bytes_per_step for each in collectives)
+    return Candidate(program, estimated_memory, estimated_time, utilization, sent_bytes)
 
 
 def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[dict[str, int]]:

@@ -18,6 +18,8 @@ from graphtrain.planning.reasons import Reason, Reasons
 from lowering.hlo.collectives import Collective
 from sharding_rules.plan import Plan
 
+# Of the bytes that a step sends. An unexplained collective below it costs less than it is worth.
+_SMALL_SHARE = 0.01
 _VERBS = {
     "all-reduce": "summed",
     "all-gather": "gathered",
@@ -95,6 +97,19 @@ def unexplained(causes: Iterable[CollectiveOrigin]) -> tuple[CollectiveOrigin, .
     unexplained_causes = (cause for cause in causes if not cause.explained)
     return tuple(
         sorted(unexplained_causes, key=lambda cause: -cause.collective.wire_bytes_per_step)
+    )
+
+
+def significant(causes: Sequence[CollectiveOrigin]) -> tuple[CollectiveOrigin, ...]:
+    """Return the unexplained causes that are worth a change: their share of all bytes is not small.
+
+    XLA gathers, for example, the gradients of norms, which are a few kB, and no setting changes it.
+    """
+    total = sum(cause.collective.wire_bytes_per_step for cause in causes)
+    return tuple(
+        cause
+        for cause in unexplained(causes)
+        if cause.collective.wire_bytes_per_step >= _SMALL_SHARE * total
     )
 
 

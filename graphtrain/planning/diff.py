@@ -13,6 +13,7 @@ from sharding_rules.plan import Plan
 
 Kind = Literal["placement", "memory", "communication", "time"]
 
+_MFU = "MFU at most"
 _MEMORY = (
     "parameters",
     "frozen",
@@ -53,7 +54,7 @@ def differences(before: Assessment, after: Assessment) -> list[PlanChange]:
         *_compare("communication", _counts(before), _counts(after), "a step"),
         *_compare("communication", _sent(before), _sent(after), "bytes"),
         *_compare("time", _time(before), _time(after), "s"),
-        *_compare("time", {"MFU": before.mfu}, {"MFU": after.mfu}),
+        *_compare("time", {_MFU: _or_unknown(before.mfu)}, {_MFU: _or_unknown(after.mfu)}),
     ]
 
 
@@ -112,6 +113,11 @@ def _sent(of: Assessment) -> dict[str, str | float]:
 
 def _time(of: Assessment) -> dict[str, str | float]:
     time = of.time
-    parts: dict[str, str | float] = {"compute": time.compute, "memory": time.memory}
+    parts: dict[str, float | None] = {"compute": time.compute, "memory": time.memory}
     parts |= {f"communication over {axes}": seconds for axes, seconds in time.communication.items()}
-    return parts | {"overlapped": time.overlapped, "bubble": time.bubble, "step": time.total}
+    parts |= {"overlapped": time.overlapped, "bubble": time.bubble, "step": time.total}
+    return {name: _or_unknown(value) for name, value in parts.items()}
+
+
+def _or_unknown(value: float | None) -> str | float:
+    return "unknown" if value is None else value

@@ -10,7 +10,7 @@ from typing import Any
 from graphtrain.cache.programs import timestamp
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.cost_model.compute import compiled_excess
+from graphtrain.cost_model.compute import compiled_excess, expected_excess
 from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.time import step_time
@@ -64,7 +64,7 @@ def _predicted(path: Path, program: ResolvedProgram, record: Mapping[str, Any]) 
     collectives = [Collective.from_record(entry) for entry in record["collectives"]]
     padded_program = with_padding_layers(program)
     estimated_memory, flash = memory(padded_program), step_uses_flash_kernel(padded_program)
-    bubble, excess = bubble_of(program), 1.0
+    bubble, excess = bubble_of(program), expected_excess(program, flash=flash)
     if flops := record.get("flops"):
         excess = compiled_excess(padded_program, flops, flash=flash, bubble=bubble)
     time = step_time(

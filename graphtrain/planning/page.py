@@ -8,28 +8,37 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata, util
 from pathlib import Path
 from string import Template
 from typing import Any
 
+from graphtrain.config.render import toml
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.cost_model.roofline import PartRoofline, rooflines
 from graphtrain.planning.answer import Answer
-from graphtrain.planning.text import answer_as_json, fit_summary
-from lowering.extras import optional_import
+from graphtrain.planning.json_output import answer_as_json
+from graphtrain.planning.text import fit_summary
+from lowering.extras import missing_extra, optional_import
 from sharding_rules.pipeline import bubble_fraction, timeline
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_RECTANGLES = 20_000  # rectangles of a pipeline schedule that a browser draws quickly
 
 
-def render_page(title: str, answer: Answer, searched: Sequence[dict[str, Any]] = ()) -> str:
+def render_page(
+    title: str, answer: Answer, searched: Sequence[dict[str, Any]] = (), command: str = ""
+) -> str:
     """Return the page as HTML.
 
     Args:
         title: title of the page, for example the name of the configuration.
         answer: the answer to show.
         searched: strategies in the format of `graphtrain plan search --json`.
+        command: the command that makes the page, to be shown on it.
 
     Raises:
         MissingExtra: vl-convert is not installed.
@@ -41,7 +50,12 @@ def render_page(title: str, answer: Answer, searched: Sequence[dict[str, Any]] =
         "verdict": fit_summary(assessment),
         "capacity_source": "this machine" if on_cpu else "datasheet",
         "pipeline": _pipeline(program),
+        "rooflines": [_roofline(part) for part in rooflines(program, assessment.flops)],
         "search": list(searched),
+        "command": command,
+        "version": metadata.version("graphtrain"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "settings": _settings(asdict(program.settings)),
     }
     return Template(_read("plan.html")).substitute(
         title=html.escape(title),
@@ -50,6 +64,31 @@ def render_page(title: str, answer: Answer, searched: Sequence[dict[str, Any]] =
         charts=_inside_script(_vega_lite()),
         script=_read("plan.js"),
     )
+
+
+def _roofline(part: PartRoofline) -> dict[str, Any]:
+    return {
+        "part": part.flops.name,
+        "model_flops": part.flops.model,
+        "recomputed_flops": part.flops.recomputed,
+        "replicas": part.flops.replicas,
+        "replicated_over": list(part.flops.replicated_over),
+        "device_flops": part.device_flops,
+        "compute_seconds": part.compute_seconds,
+        "weight_bytes": part.weight_bytes,
+        "weight_seconds": part.weight_seconds,
+    }
+
+
+def _settings(tables: Mapping[str, Any], prefix: str = "program") -> dict[str, str]:
+    """Return all settings of a table that have a value, with the names that --set takes."""
+    settings: dict[str, str] = {}
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            settings |= _settings(value, f"{prefix}.{name}")
+        elif value is not None:
+            settings[f"{prefix}.{name}"] = toml(value)
+    return settings
 
 
 def _pipeline(program: ResolvedProgram) -> dict[str, Any] | None:
@@ -67,6 +106,12 @@ def _pipeline(program: ResolvedProgram) -> dict[str, Any] | None:
         "bubble": bubble_fraction(schedule, stages, rounds, microbatches),
         "work": [list(work) for work in timeline(schedule, stages, rounds, microbatches)],
     }
+
+
+def require_charts() -> None:
+    """Raise MissingExtra if vl-convert is not installed, which draws the charts of the page."""
+    if util.find_spec("vl_convert") is None:
+        raise missing_extra("vl_convert", "the HTML page")
 
 
 def _vega_lite() -> str:

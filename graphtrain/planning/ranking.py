@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _TEXT_COLUMNS = "mesh", "zero", "sequence", "schedule", "micro", "remat"
-_NUMBER_COLUMNS = "seconds", "MFU", "GB"
+_NUMBER_COLUMNS = "seconds", "MFU at most", "sent", "peak"
 
 
 def as_json(search_result: SearchResult, ranked: Sequence[Candidate]) -> dict[str, Any]:
@@ -27,8 +27,10 @@ def as_json(search_result: SearchResult, ranked: Sequence[Candidate]) -> dict[st
 
 def _row(one: Candidate) -> dict[str, Any]:
     return one.settings | {
-        "step_seconds": one.seconds,
+        "step_seconds": None if one.time is None else one.time.total,
         "mfu": one.mfu,
+        "equal": one.equal,
+        "sent_bytes": one.sent_bytes,
         "peak_bytes": one.memory.peak,
         "source": one.memory.source,
         "fits": one.memory.fits,
@@ -40,7 +42,7 @@ def table(ranked: Sequence[Candidate]) -> Table:
     from rich.table import Table
 
     rich_table = Table(box=None, pad_edge=False)
-    for name in (*_TEXT_COLUMNS, *_NUMBER_COLUMNS, "source"):
+    for name in (*_TEXT_COLUMNS, *_NUMBER_COLUMNS, "equal", "source"):
         is_number = name in ("micro", *_NUMBER_COLUMNS)
         rich_table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
     for candidate in ranked:
@@ -50,9 +52,8 @@ def table(ranked: Sequence[Candidate]) -> Table:
             *map(candidate.choice, ("zero", "sequence", "schedule")),
             str(candidate.program.batch.microbatches),
             candidate.choice("remat"),
-            f"{candidate.seconds:.3f}",
-            f"{candidate.mfu:.1%}",
-            f"{candidate.memory.peak / 1e9:.1f}",
+            *candidate.figures,
+            f"{candidate.equal} more" if candidate.equal else "",
             source if candidate.memory.fits else f"{source}: does not fit",
         )
     return rich_table

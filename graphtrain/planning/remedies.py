@@ -47,9 +47,10 @@ class Remedy:
         return self.assessment.plan.mesh.devices
 
     @property
-    def device_seconds(self) -> float:
-        """Cost of a step: step time multiplied by the number of devices."""
-        return self.assessment.time.total * self.devices
+    def device_seconds(self) -> float | None:
+        """Cost of a step: step time multiplied by the number of devices; None if unknown."""
+        seconds = self.assessment.time.total
+        return None if seconds is None else seconds * self.devices
 
 
 def find_remedies(
@@ -106,7 +107,7 @@ def _fitting_candidates(
             break
     device_count = failed.plan.mesh.devices
     return sorted(
-        remedies, key=lambda remedy: (remedy.devices > device_count, remedy.device_seconds)
+        remedies, key=lambda remedy: (remedy.devices > device_count, remedy.device_seconds or 0.0)
     )
 
 

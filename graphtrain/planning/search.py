@@ -7,7 +7,8 @@ result contains the reason.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.assessment import StepTime
@@ -23,6 +24,7 @@ from graphtrain.planning.candidates import (
     divisors,
     indivisible_size,
 )
+from graphtrain.planning.formats import format_seconds
 
 FAMILIES = ("tensor", "stage", "context", "fsdp", "zero", "sequence", "schedule", "remat")
 
@@ -42,7 +44,7 @@ def search(program: Program, keep: int = 20) -> SearchResult:
 
     Args:
         program: the program whose strategy is varied.
-        keep: number of strategies to return.
+        keep: number of strategies to return; of several with equal numbers, only the first.
 
     Raises:
         LoweringError: unknown target.
@@ -80,8 +82,7 @@ def search(program: Program, keep: int = 20) -> SearchResult:
             "the model over "
             f"{program.target}; choose a batch that is a multiple of the number of devices"
         )
-    fitting.sort(key=lambda candidate: candidate.rank)
-    best_candidates = fitting[:keep]
+    best_candidates = _folded(sorted(fitting, key=lambda candidate: candidate.rank))[:keep]
     rejected = _rejection_reasons(program, best_candidates[0] if best_candidates else None, best_of)
     if imported is not None:
         rejected |= imported.not_tried
@@ -89,6 +90,14 @@ def search(program: Program, keep: int = 20) -> SearchResult:
     return SearchResult(
         tuple(best_candidates), rejected, considered, time.perf_counter() - start_time
     )
+
+
+def _folded(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """Fold candidates whose printed numbers are equal into the first of them."""
+    groups: dict[tuple[str, ...], list[Candidate]] = {}
+    for candidate in ranked:
+        groups.setdefault(candidate.figures, []).append(candidate)
+    return [replace(first, equal=len(others)) for first, *others in groups.values()]
 
 
 def _is_better(candidate: Candidate, incumbent: Candidate) -> bool:
@@ -131,40 +140,50 @@ def _reason(winner: Candidate | None, best: Candidate) -> str:
             f"{memory.capacity / 1e9:.0f} GB; largest part: {largest} {parts[largest] / 1e9:.1f} GB"
         )
     assert winner is not None and winner.time is not None
-    times = f"{best.seconds:.3g} s per step instead of {winner.seconds:.3g} s, with {best.mesh}"
+    if best.rank == winner.rank:
+        return f"no difference by estimate, with {best.mesh}"
+    seconds = f"{format_seconds(best.time.total)} s per step"
     if best.rank[0] == winner.rank[0]:
-        extra_seconds = best.rank[1] - winner.rank[1]
-        return (
-            f"{times}: equal if all communication overlaps, but it takes "
-            f"{extra_seconds:.2f} s longer"
-        )
+        return f"also {seconds}, with {best.mesh}{_tie_breaker(best, winner)}"
+    times = f"{seconds} instead of {format_seconds(winner.time.total)} s, with {best.mesh}"
     return f"{times}: {_largest_excess(best, winner.time)}"
+
+
+def _tie_breaker(best: Candidate, winner: Candidate) -> str:
+    """Describe why a candidate with the same step time ranks lower."""
+    sending, sent = best.rank[1] - winner.rank[1], best.sent_bytes - winner.sent_bytes
+    if sending > 0:
+        return f", if all communication overlaps, but it sends for {format_seconds(sending)} s more"
+    if sent > 0:
+        return f", but a device sends {sent / 1e6:,.1f} MB more"
+    return f", but it needs {(best.memory.peak - winner.memory.peak) / 1e6:,.1f} MB more"
 
 
 def _largest_excess(best: Candidate, winner_time: StepTime) -> str:
     """Describe the part of a step whose time exceeds the winner's the most."""
-    time, total = best.time, best.seconds
+    time = best.time
     assert time is not None
-    work = max(time.compute, time.memory)
-    limit = "compute" if time.compute > time.memory else "memory traffic"
+    compute, memory, bubble = time.compute or 0.0, time.memory or 0.0, time.bubble or 0.0
+    work, limit = max(compute, memory), "compute" if compute > memory else "memory traffic"
     excess = {
-        f"{limit} {work:.2f} s": work - max(winner_time.compute, winner_time.memory),
-        f"pipeline bubble {time.bubble:.2f} s": time.bubble - winner_time.bubble,
+        f"{limit} {format_seconds(work)} s": work
+        - max(winner_time.compute or 0.0, winner_time.memory or 0.0),
+        f"pipeline bubble {format_seconds(bubble)} s": bubble - (winner_time.bubble or 0.0),
     }
-    for axes, seconds in time.communication.items():
-        names = tuple(axes.split("+"))
-        if not set(names) <= OVERLAPPED_AXES:
-            crosses = (
-                " across hosts" if crosses_hosts(names, best.mesh, best.program.target) else ""
-            )
-            label = f"communication over {axes}{crosses} {seconds:.2f} s"
-            excess[label] = seconds - winner_time.communication.get(axes, 0.0)
-    overlappable = {
-        axes: s for axes, s in time.communication.items() if set(axes.split("+")) <= OVERLAPPED_AXES
-    }
-    exposed = sum(overlappable.values()) - time.overlapped
+    overlappable: dict[str, float] = {}
+    for axes, known in time.communication.items():
+        names, seconds = tuple(axes.split("+")), known or 0.0
+        if set(names) <= OVERLAPPED_AXES:
+            overlappable[axes] = seconds
+            continue
+        crosses = " across hosts" if crosses_hosts(names, best.mesh, best.program.target) else ""
+        label = f"communication over {axes}{crosses} {format_seconds(seconds)} s"
+        excess[label] = seconds - (winner_time.communication.get(axes) or 0.0)
+    exposed = sum(overlappable.values()) - (time.overlapped or 0.0)
     if overlappable:
         slowest = max(overlappable, key=lambda axes: overlappable[axes])
-        excess[f"communication over {slowest} without overlap {exposed:.2f} s"] = exposed
+        excess[f"communication over {slowest} without overlap {format_seconds(exposed)} s"] = (
+            exposed
+        )
     label = max(excess, key=lambda entry: excess[entry])
-    return f"{label} of {total:.2f} s"
+    return f"{label} of {format_seconds(time.total)} s"

@@ -1,16 +1,17 @@
-"""Output of plans: tables for the terminal, and JSON."""
+"""Output of plans: tables for the terminal."""
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
 from fnmatch import fnmatch
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from graphtrain.html import html_from_rich
 from graphtrain.models.grouped_matmul_support import step_computes_all_experts
-from graphtrain.planning.collective_origins import unexplained
-from graphtrain.planning.tables import plan_as_json, plan_table
+from graphtrain.planning.collective_origins import significant, unexplained
+from graphtrain.planning.formats import format_seconds, format_share
+from graphtrain.planning.json_output import memory_sources
+from graphtrain.planning.tables import plan_table
 from graphtrain.planning.traffic_by_axes import sum_by_axes
 from lowering.machine import gpu_memory
 from sharding_rules.errors import ShardingError
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from lowering.machine.target import Target
     from sharding_rules.plan import Plan
 
-# Parts of device memory that the compiler reports. Of the others it reports only the sum.
-_COUNTED = ("parameters", "frozen", "optimizer", "peak")
-_PARTS = ("parameters", "frozen", "optimizer", "gradients", "activations", "temporaries", "peak")
 _QUANTITIES = {
     "compile_seconds": "compile time",
     "step_seconds": "step time",
@@ -39,10 +37,6 @@ _QUANTITIES = {
 }
 
 _FLAGS = 8  # number of unexplained collectives to print in the terminal
-_NO_SPEEDS = (
-    "the memory and link bandwidths of this machine are unknown, so the step time is only a lower "
-    "bound: the time of the matrix products"
-)
 _NO_REMEDY = (
     "no change of remat, microbatches, optimizer or mesh, and no target with up to four times the "
     "devices, was found to fit; run graphtrain plan search to try every strategy"
@@ -73,12 +67,12 @@ def print_answer(console: "Console", answer: "Answer") -> None:
     shown = [p for p, layout in plan.layouts.items() if layout.spec.role != "optimizer"]
     for block in (
         f"{program.settings.target}: mesh {plan.mesh}, rules {', '.join(program.settings.rules)}",
+        str(answer.parameters),
         plan_table(plan, shown),
         memory_table(assessment.memory, program.target),
         *_chunk_line(assessment),
         *_experts_line(answer.program),
         collectives_table(assessment) if assessment.collectives else "no collectives",
-        *_frozen_line(plan),
         *_flags(answer.causes),
         time_table(assessment),
     ):
@@ -86,8 +80,12 @@ def print_answer(console: "Console", answer: "Answer") -> None:
         console.print()
     for line in _error_bars(answer):
         console.print(line, soft_wrap=True)
-    if not program.target.specification:
-        console.print(_NO_SPEEDS, soft_wrap=True)
+    if unknown := _unknown_parts(assessment):
+        console.print(
+            f"no speed is known for {' and '.join(unknown)} of {assessment.target}"
+            + ("; the step time is a lower bound without them" if assessment.time.total else ""),
+            soft_wrap=True,
+        )
     if assessment.note:
         console.print(f"note: {assessment.note}", soft_wrap=True)
     for finding in assessment.findings:
@@ -98,22 +96,11 @@ def print_answer(console: "Console", answer: "Answer") -> None:
         console.print(remedies_table(answer.remedies) if answer.remedies else _NO_REMEDY)
 
 
-def _frozen_line(plan: "Plan") -> list[str]:
-    """Return a line with the numbers of trained and frozen weights, if some are frozen."""
-    from graphtrain.models.lora.trainable import weight_count
-
-    trained, frozen = (
-        weight_count(
-            {path: one.spec for path, one in plan.layouts.items() if one.spec.role == role}
-        )
-        for role in ("parameter", "frozen")
-    )
-    if not frozen:
-        return []
-    return [
-        f"{trained:,} weights are trained; {frozen:,} are frozen, without gradients or "
-        "optimizer state"
-    ]
+def _unknown_parts(assessment: "Assessment") -> list[str]:
+    """Return the parts of the step time that are unknown."""
+    time = assessment.time
+    parts = [name for name in ("compute", "memory") if getattr(time, name) is None]
+    return parts + ["communication"] * (None in time.communication.values())
 
 
 def _chunk_line(assessment: "Assessment") -> list[str]:
@@ -137,16 +124,15 @@ def _experts_line(program: "ResolvedProgram") -> list[str]:
 
 
 def _flags(causes: "Sequence[CollectiveOrigin]") -> list[str]:
-    """Return a text block that lists the collectives that no strategy explains."""
-    unexplained_causes = unexplained(causes)
-    if not unexplained_causes:
+    """Return a text block that lists the significant collectives that no strategy explains."""
+    shown = significant(causes)
+    if not shown:
         return []
-    lines = [f"no strategy explains {len(unexplained_causes)} of {len(causes)} collectives:"]
-    lines += [f"- {cause.explanation}" for cause in unexplained_causes[:_FLAGS]]
-    if len(unexplained_causes) > _FLAGS:
-        lines.append(
-            f"- and {len(unexplained_causes) - _FLAGS} smaller ones; --blame lists every collective"
-        )
+    lines = [f"no strategy explains {len(shown)} of {len(causes)} collectives:"]
+    lines += [f"- {cause.explanation}" for cause in shown[:_FLAGS]]
+    if len(unexplained(causes)) > len(shown[:_FLAGS]):
+        smaller = len(unexplained(causes)) - len(shown[:_FLAGS])
+        lines.append(f"- and {smaller} smaller ones; --blame lists every collective")
     return ["\n".join(lines)]
 
 
@@ -207,7 +193,15 @@ def remedies_table(remedies: "Sequence[Remedy]") -> "Table":
 def targets_table(rows: "Sequence[TargetRow]") -> "Table":
     """Return the table that compares targets, one row for each."""
     table = _table(
-        "target", "mesh", "source", "fits", ">peak MB", ">of MB", ">step s", ">MFU", ">compile s"
+        "target",
+        "mesh",
+        "source",
+        "fits",
+        ">peak MB",
+        ">of MB",
+        ">step s",
+        ">MFU at most",
+        ">compile s",
     )
     for row in rows:
         assessment = row.assessment
@@ -218,8 +212,8 @@ def targets_table(rows: "Sequence[TargetRow]") -> "Table":
         sizes = (
             _megabytes(memory.peak),
             _megabytes(memory.capacity),
-            format_seconds(assessment.time.total),
-            f"{assessment.mfu:.1%}",
+            _at_least(assessment),
+            format_share(assessment.mfu),
         )
         fits = "yes" if memory.fits else "no: refused" if memory.compiler_out_of_memory else "no"
         compiled = "-" if compile_seconds is None else f"{compile_seconds:.1f}"
@@ -245,35 +239,6 @@ def _value(value: str | float | None, unit: str) -> str:
     return f"{value:,}" if unit == "a step" else f"{format_seconds(value)} {unit}".strip()
 
 
-def target_rows(rows: "Sequence[TargetRow]") -> list[dict[str, Any]]:
-    """Return the rows of targets_table as JSON, with complete assessments."""
-    return [
-        {"target": row.target, "error": row.error}
-        if row.assessment is None
-        else assessment_as_json(row.assessment)
-        for row in rows
-    ]
-
-
-def answer_as_json(answer: "Answer") -> dict[str, Any]:
-    """Return an answer as JSON."""
-    remedies = [
-        {
-            "change": list(remedy.change),
-            "confirmed": remedy.confirmed,
-            "peak_bytes": remedy.assessment.memory.peak,
-            "step_seconds": remedy.assessment.time.total,
-            "device_seconds": remedy.device_seconds,
-        }
-        for remedy in answer.remedies
-    ]
-    bars = {name: asdict(bar) for name, bar in answer.error_bars.items()}
-    result = assessment_as_json(answer.assessment) | {"error_bars": bars, "remedies": remedies}
-    for row, cause in zip(result["collectives"], answer.causes, strict=False):
-        row |= {"why": cause.explanation, "rule": cause.rule, "explained": cause.explained}
-    return result
-
-
 def memory_table(memory: "Memory", target: "Target") -> "Table":
     """Return the table of one device's memory by kind, with the source of each number."""
     table = _table("memory per device", ">MB", ">of usable", "source")
@@ -290,14 +255,6 @@ def memory_table(memory: "Memory", target: "Target") -> "Table":
     return table
 
 
-def memory_sources(memory: "Memory") -> dict[str, str]:
-    """Return the source of the size of each part."""
-    if memory.source == "estimate":
-        return dict.fromkeys(_PARTS, "estimate")
-    sources = {kind: "compiler" if kind in _COUNTED else "estimate" for kind in _PARTS}
-    return sources | {"temporaries": "the compiler's peak minus the rows above"}
-
-
 def collectives_table(assessment: "Assessment") -> "Table":
     """Return the table of a device's traffic in a step, by mesh axes and operation."""
     table = _table("mesh axes", "collective", ">per step", ">MB unsharded", ">MB sent", "source")
@@ -310,65 +267,33 @@ def collectives_table(assessment: "Assessment") -> "Table":
 def time_table(assessment: "Assessment") -> "Table":
     """Return the table of a step's time by roofline; the larger of compute and memory counts."""
     table, time = _table("step time", ">seconds", "source"), assessment.time
-    limit = "memory" if time.memory > time.compute else "compute"
-    for name in ("compute", "memory"):
-        source = "estimate" if name == limit else f"estimate; not counted, less than {limit}"
+    counted = "estimate" if assessment.flops_excess is None else "estimate, FLOPs: compiler"
+    memory_counts = time.memory is not None and time.memory > (time.compute or 0.0)
+    for name, source in (("compute", counted), ("memory", "estimate")):
+        if getattr(time, name) is None:
+            source = "no speed is known for this machine"
+        elif None not in (time.compute, time.memory) and (name == "memory") != memory_counts:
+            limit = "memory" if memory_counts else "compute"
+            source += f"; not counted, less than {limit}"
         table.add_row(name, format_seconds(getattr(time, name)), source)
     traffic = assessment.collectives_source
     for axes, seconds in time.communication.items():
-        table.add_row(
-            f"communication over {axes}", format_seconds(seconds), f"estimate, traffic: {traffic}"
-        )
-    if time.communication:
+        source = "no speed is known for this machine"
+        if seconds is not None:
+            source = f"estimate, traffic: {traffic}"
+        table.add_row(f"communication over {axes}", format_seconds(seconds), source)
+    if time.overlapped:
         table.add_row("overlapped with compute", f"-{format_seconds(time.overlapped)}", "estimate")
     table.add_row("pipeline bubble", format_seconds(time.bubble), "estimate")
-    table.add_row("step", format_seconds(time.total), "estimate")
-    table.add_row("model FLOPs utilization (MFU)", f"{assessment.mfu:.1%}", "estimate")
+    bound = "" if time.is_complete or time.total is None else "lower bound: "
+    table.add_row("step", format_seconds(time.total), f"{bound}estimate")
+    if assessment.mfu is not None:  # of an incomplete time it would mean nothing
+        name = "model FLOPs utilization (MFU), at most"
+        table.add_row(name, format_share(assessment.mfu), "estimate")
     if assessment.mfu != assessment.mfu_causal:
-        causal = f"{assessment.mfu_causal:.1%}"
+        causal = format_share(assessment.mfu_causal)
         table.add_row("MFU, causal attention counted half", causal, "estimate")
     return table
-
-
-def assessment_as_json(assessment: "Assessment") -> dict[str, Any]:
-    """Return an assessment as JSON; the names contain the units."""
-    plan, memory, time = assessment.plan, assessment.memory, assessment.time
-    parts = {f"{name}_bytes": getattr(memory, name) for name in (*_PARTS, "capacity")}
-    return {
-        "target": assessment.target,
-        "devices": plan.mesh.devices,
-        "mesh": dict(plan.mesh.axes),
-        "memory": parts | {"source": memory.source},
-        "chunk": assessment.chunk,
-        "collectives": [
-            asdict(one) | {"wire_bytes_per_step": round(one.wire_bytes_per_step)}
-            for one in assessment.collectives
-        ],
-        "step_seconds": time.total,
-        "step_seconds_by_part": {
-            "compute": time.compute,
-            "memory": time.memory,
-            "communication": dict(time.communication),
-            "overlapped": time.overlapped,
-            "bubble": time.bubble,
-        },
-        "mfu": assessment.mfu,
-        "mfu_causal": assessment.mfu_causal,
-        "fits": memory.fits,
-        "findings": list(assessment.findings),
-        "flops_excess": assessment.flops_excess,
-        "compile_seconds": assessment.compile_seconds,
-        "remark": assessment.note,
-        "sources": {
-            "memory": memory_sources(memory),
-            "collectives": assessment.collectives_source,
-            "step_seconds": "estimate",
-            "mfu": "estimate",
-            "mfu_causal": "estimate",
-            "arrays": "rules",
-        },
-        "arrays": plan_as_json(plan),
-    }
 
 
 def _table(*columns: str) -> "Table":
@@ -386,6 +311,7 @@ def _megabytes(count: float) -> str:
     return f"{count / 1e6:,.1f}"
 
 
-def format_seconds(value: float) -> str:
-    """Format a number of seconds with three significant digits."""
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+def _at_least(assessment: "Assessment") -> str:
+    time = assessment.time
+    bound = "" if time.is_complete or time.total is None else "at least "
+    return bound + format_seconds(time.total)

@@ -38,7 +38,13 @@ def compile_best(
         }
         answers = assess_all(programs, cache, observe, jobs=jobs).values()
         assessed += [
-            replace(candidate, memory=answer.memory, time=answer.time, mfu=answer.mfu)
+            replace(
+                candidate,
+                memory=answer.memory,
+                time=answer.time,
+                mfu=answer.mfu,
+                sent_bytes=sum(each.wire_bytes_per_step for each in answer.collectives),
+            )
             for candidate, answer in zip(batch, answers, strict=True)
         ]
     return tuple(

@@ -1,8 +1,10 @@
 """The page of a plan in a real browser, opened from the disk with no network."""
 
 import dataclasses
+import re
 import shutil
 from collections.abc import Iterator
+from importlib import metadata
 
 import pytest
 
@@ -61,7 +63,8 @@ def html(tmp_path_factory):
         causes,
     )
     path = directory / "plan.html"
-    path.write_text(render_page("a <title> & more", answer, SEARCHED), encoding="utf-8")
+    page = render_page("a <title> & more", answer, SEARCHED, "graphtrain plan 'a <b>.toml'")
+    path.write_text(page, encoding="utf-8")
     return path
 
 
@@ -97,7 +100,7 @@ def _note(complaints: list[str], url: str, html) -> None:
 
 
 def test_everything_is_drawn_from_the_file_alone(opened):
-    for name in ("devices", "memory", "time", "collectives", "pipeline", "search"):
+    for name in ("devices", "memory", "time", "parts", "collectives", "pipeline", "search"):
         assert opened.locator(f"#{name}-chart svg").count() == 1, name
     assert opened.title() == "a <title> & more"
     assert opened.inner_text("#remark") == "</script><b>not markup</b>"
@@ -109,6 +112,64 @@ def test_everything_is_drawn_from_the_file_alone(opened):
     assert opened.locator("#causes tbody tr").count() == 1
     assert "because of 0" in opened.inner_text("#causes")
     assert "because of 1" in opened.inner_text("#collectives")
+
+
+def test_the_page_says_what_made_it_and_all_settings(opened):
+    made = opened.inner_text("#made")
+    assert (
+        "graphtrain plan 'a <b>.toml'" in made
+        and f"graphtrain {metadata.version('graphtrain')}" in made
+    )
+    assert re.search(r"20\d\d-\d\d-\d\d \d\d:\d\d UTC", made)
+    settings = opened.locator("#settings").text_content()
+    assert "program.batch.global_batch_size64" in settings and "program.mesh.tensor2" in settings
+
+
+def test_the_table_of_arrays_shows_what_is_split_and_what_is_not(opened):
+    rows = opened.locator("#arrays tbody tr")
+    up = rows.filter(has_text="layers/mlp/up").inner_text()
+    assert "layers 4 over stage × embed 512 over fsdp × mlp 1024 over tensor" in up  # noqa: RUF001
+    without = rows.count()
+    opened.get_by_label("with optimizer state").check()
+    assert rows.count() > 2 * without - 6
+    assert rows.filter(has_text="adam/mu/layers/mlp/up").count() == 1
+
+
+def test_the_mesh_is_a_grid_with_named_axes(opened):
+    titles = opened.locator("#devices-chart .role-axis-title text").all_text_contents()
+    assert sorted(titles) == ["data 2 × fsdp 2", "stage 2 × tensor 2"]  # noqa: RUF001
+
+
+def test_each_part_of_the_model_has_its_flops_and_its_roofline(opened):
+    rows = opened.locator("#parts tbody tr").all_inner_texts()
+    assert [row.split("\t")[0] for row in rows] == [
+        "attention projections", "attention scores", "MLP", "LM head",
+    ]  # fmt: skip
+    assert all("once" in row and "FLOP" in row and "unknown" not in row for row in rows)
+
+
+@pytest.mark.parametrize("width", [600, 1300])
+def test_charts_fill_the_width_and_nothing_is_wider(opened, width):
+    opened.set_viewport_size({"width": width, "height": 900})
+    opened.wait_for_function("document.documentElement.scrollWidth <= innerWidth")
+    room = opened.locator("#time-chart").bounding_box()["width"]
+    opened.wait_for_function(
+        f"document.querySelector('#time-chart svg').getBoundingClientRect().width > {room - 40}"
+    )
+
+
+def test_unknown_is_never_shown_as_zero(browser, html, tmp_path):
+    program = resolve(load_config(html.parent / "config.toml", ["program.target=cpu:16"]).program)
+    page = tmp_path / "cpu.html"
+    page.write_text(render_page("cpu", Answer(program, estimate(program), {})), encoding="utf-8")
+    tab = browser.new_page()
+    tab.goto(page.as_uri())
+    tab.wait_for_selector("body[data-drawn=yes]")
+    assert "not known: memory, communication over" in tab.inner_text("#time-unknown")
+    figures = tab.inner_text("#figures")
+    assert "step time, at least" in figures and "utilization" not in figures
+    assert "unknown" in tab.inner_text("#parts") and "0.0 µs" not in tab.inner_text("#parts")
+    tab.close()
 
 
 COLOURS = """count => new Set([...document.querySelectorAll("#devices-chart .mark-rect path")]
@@ -140,7 +201,7 @@ def test_pointing_at_a_device_tells_what_it_holds(opened):
 
 def test_headers_sort_the_collectives(opened):
     header = opened.locator("#collectives th", has_text="per step")
-    column = "#collectives tbody td:nth-child(4)"
+    column = "#collectives tbody td:nth-child(3)"
     header.get_by_role("button").click()
     falling = [int(text.replace(",", "")) for text in opened.locator(column).all_inner_texts()]
     assert falling == sorted(falling, reverse=True) and len(set(falling)) > 1

@@ -1,6 +1,7 @@
 """graphtrain plan and its subcommands, as a shell sees them."""
 
 import json
+import math
 
 import pytest
 from places import CUBE
@@ -27,7 +28,12 @@ def test_a_plan_of_what_is_compiled_is_from_the_compiler_and_compiles_nothing(pl
     assert sum(memory[f"{part}_bytes"] for part in PARTS) == memory["peak_bytes"]
     assert memory["source"] == "compiler" and answer["fits"] is True
     assert {"all-gather", "all-reduce"} <= {one["op"] for one in answer["collectives"]}
-    assert answer["step_seconds"] > 0 and 0 < answer["mfu"] <= 1
+    assert answer["step_seconds"] > 0 and answer["step_seconds_is_lower_bound"]
+    assert answer["mfu"] is answer["step_seconds_by_part"]["memory"] is None  # unknown of a CPU
+    assert answer["parameter_count"] == sum(
+        math.prod(row["shape"]) for row in answer["arrays"] if row["role"] == "parameter"
+    )
+    assert [part["replicas"] for part in answer["flops_by_part"]] == [1, 1, 1, 1]
     assert {row["path"] for row in answer["arrays"]} >= {"state/parameters/layers/mlp/up"}
     assert answer["sources"]["collectives"] == "compiler"
 
@@ -47,6 +53,10 @@ def test_every_number_says_whose_it_is(plan, place):
     assert words["peak"] == words["parameters"] == words["tensor"] == "compiler"
     assert words["gradients"] == words["step"] == "estimate"
     assert "fits cpu:8: " in out and "error bar: none yet" in out
+    unknown = [line.split()[:4] for line in out.splitlines() if " unknown " in line]
+    assert ["communication", "over", "fsdp", "unknown"] in unknown
+    assert ["memory", "unknown"] in [words[:2] for words in unknown]
+    assert "MFU" not in out and " parameters\n" in out
 
 
 def test_every_collective_has_a_reason(plan):
@@ -57,7 +67,7 @@ def test_every_collective_has_a_reason(plan):
     assert len(collectives) == len(lines)
     for line, one in zip(lines, collectives, strict=True):
         assert line == ("  " if one["explained"] else "! ") + one["why"]
-    flags = sum(not one["explained"] for one in collectives)
+    flags = sum(not one["explained"] and one["significant"] for one in collectives)
     told = f"no strategy explains {flags} of {len(lines)}" in plan("config.toml", *CUBE)[0]
     assert told == bool(flags)
 

@@ -9,7 +9,7 @@ from graphtrain.config.schema import Batch, Loss, Mesh, Model, Program
 from graphtrain.cost_model.memory import memory
 from graphtrain.models.chunk_size import Logits, best_chunk, loss_chunk
 from graphtrain.planning.assess import estimate
-from graphtrain.planning.text import assessment_as_json
+from graphtrain.planning.json_output import assessment_as_json
 from sharding_rules.errors import ShardingError
 from sharding_rules.plan import make_plan
 

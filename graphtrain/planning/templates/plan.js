@@ -23,8 +23,15 @@ const mega = (bytes) => number(bytes / 1e6);
 const megabytes = (bytes) =>
   bytes >= 1e9 ? `${number(bytes / 1e9, 2)} GB` : bytes >= 1e5 || bytes === 0 ? `${mega(bytes)} MB` : `${bytes.toLocaleString("en-US")} bytes`;
 const seconds = (value) =>
-  value >= 1 ? `${number(value, 2)} s` : value >= 1e-3 ? `${number(value * 1e3, 2)} ms`
+  value === null || value === undefined ? "unknown"
+    : value === 0 ? "0 s"
+    : value >= 1 ? `${number(value, 2)} s` : value >= 1e-3 ? `${number(value * 1e3, 2)} ms`
     : `${number(value * 1e6, 1)} µs`;
+const flops = (value) => {
+  const units = ["", "k", "M", "G", "T", "P", "E"];
+  const power = value > 0 ? Math.min(units.length - 1, Math.floor(Math.log10(value) / 3)) : 0;
+  return `${number(value / 1000 ** power, power ? 2 : 0)} ${units[power]}FLOP`;
+};
 const source = (name) => {
   const mark = document.createElement("span");
   mark.className = `source ${name.split(" ")[0]}`;
@@ -77,6 +84,18 @@ function header() {
   const devices = plan.devices === 1 ? "1 device" : `${plan.devices} devices`;
   at("about").textContent =
     `${plan.target} · ${devices} · mesh ${axes} · rules ${plan.rules.join(", ")}`;
+  const command = plan.command ? [", made by ", code(plan.command)] : [];
+  at("made").replaceChildren(`graphtrain ${plan.version}, ${plan.date}`, ...command);
+  at("findings-section").hidden = !plan.findings.length;
+  at("findings").replaceChildren(...plan.findings.map((text) => {
+    const item = document.createElement("li");
+    item.textContent = text;
+    return item;
+  }));
+  table("settings", [
+    { name: "setting", of: ([name]) => name, show: ([name]) => code(name) },
+    { name: "value", of: ([, value]) => value, show: ([, value]) => code(value), words: true },
+  ], Object.entries(plan.settings));
   at("verdict").textContent = plan.verdict;
   at("verdict").className = plan.fits ? "fits" : "over";
   at("remark").textContent = plan.remark;
@@ -88,11 +107,16 @@ function figures() {
   const share = (plan.memory.peak_bytes / plan.memory.capacity_bytes) * 100;
   const all = [
     ["peak memory per device", megabytes(plan.memory.peak_bytes), plan.memory.source],
-    ["of the usable memory", `${number(share)} %`, plan.memory.source],
+    ["of the usable memory", share < 0.1 ? "under 0.1 %" : `${number(share)} %`, plan.memory.source],
     ["sent per device and step", megabytes(sent), plan.sources.collectives],
-    ["step time", seconds(plan.step_seconds), "estimate"],
-    ["model FLOPs utilization", `${number(plan.mfu * 100)} %`, "estimate"],
+    ["step time" + (plan.step_seconds_is_lower_bound ? ", at least" : ""), seconds(plan.step_seconds), "estimate"],
+    ["parameters", plan.parameter_count.toLocaleString("en-US"), "rules"],
   ];
+  if (plan.frozen_parameter_count)
+    all.push(["frozen parameters", plan.frozen_parameter_count.toLocaleString("en-US"), "rules"]);
+  // Of a machine whose speeds are not all known, the utilization is not known either.
+  if (plan.mfu !== null)
+    all.push(["model FLOPs utilization, at most", `${number(plan.mfu * 100)} %`, "estimate"]);
   if (plan.compile_seconds !== null)
     all.push(["compile time", seconds(plan.compile_seconds), "compiler"]);
   for (const [name, value, who] of all) {
@@ -122,20 +146,21 @@ function piece(array, place) {
     axes.reduce((index, axis) => index * plan.mesh[axis] + place[axis], 0));
 }
 
-// Choose the mesh axes of the columns: from the last axis, until the grid is wider than high.
-function columnAxes() {
+// Divide the mesh axes into those of the rows and of the columns, so that the grid is nearly square.
+function gridAxes() {
   const axes = Object.keys(plan.mesh).filter((axis) => plan.mesh[axis] > 1);
-  const columns = [];
-  let width = 1;
-  while (axes.length && width * width < plan.devices) {
-    columns.unshift(axes.pop());
-    width *= plan.mesh[columns[0]];
+  const size = (names) => names.reduce((n, axis) => n * plan.mesh[axis], 1);
+  let best = 0;
+  for (let cut = axes.length > 1 ? 1 : 0; cut < axes.length; cut++) {
+    const uneven = (at) => Math.abs(Math.log(size(axes.slice(0, at)) / size(axes.slice(at))));
+    if (!best || uneven(cut) <= uneven(best)) best = cut;
   }
-  return { columns, rows: axes, width };
+  const rows = axes.slice(0, best), columns = axes.slice(best);
+  return { columns, rows, width: size(columns) };
 }
 
 function devices(array) {
-  const { width } = columnAxes();
+  const { rows, columns, width } = gridAxes();
   const pieces = array.split.map((axes) => axes.reduce((n, axis) => n * plan.mesh[axis], 1));
   return Array.from({ length: Math.min(plan.devices, DEVICES_SHOWN) }, (_, device) => {
     const place = coordinates(device), held = piece(array, place);
@@ -145,8 +170,8 @@ function devices(array) {
     });
     return {
       device,
-      row: Math.floor(device / width),
-      column: device % width,
+      row: rows.map((axis) => place[axis]).join(", "),
+      column: columns.map((axis) => place[axis]).join(", "),
       shard: held.reduce((flat, index, d) => flat * pieces[d] + index, 0),
       holds: ranges.length ? `[${ranges.join(", ")}]` : "the scalar",
       on: Object.keys(place).filter((axis) => plan.mesh[axis] > 1)
@@ -170,12 +195,12 @@ function describe(array) {
 
 // Draw a grid of the devices, each with the number and color of its shard.
 function drawDevices(array) {
-  const { columns, rows, width } = columnAxes();
+  const { columns, rows, width } = gridAxes();
   const shown = devices(array), height = Math.ceil(shown.length / width);
   const cell = Math.max(12, Math.min(56, Math.floor(960 / width)));
   const pieces = 1 + Math.max(...shown.map((one) => one.shard));
   const hover = { type: "point", on: "mouseover", clear: "mouseout", fields: ["shard"] };
-  const title = (axes) => axes.join(" × ") || null;
+  const title = (axes) => axes.map((axis) => `${axis} ${plan.mesh[axis]}`).join(" × ") || null;
   const few = { type: "nominal", scale: { scheme: "tableau10" } };
   const many = { type: "quantitative", scale: { scheme: { name: "viridis", extent: [0, 0.8] } } };
   const layers = [{
@@ -196,13 +221,38 @@ function drawDevices(array) {
     width: cell * width, height: cell * height, data: { values: shown }, layer: layers,
     encoding: {
       x: { field: "column", type: "ordinal", title: title(columns),
-        axis: { labelAngle: 0, orient: "top", labels: width <= 64 } },
-      y: { field: "row", type: "ordinal", title: title(rows) },
+        sort: null, axis: columns.length ? { labelAngle: 0, orient: "top", labels: width <= 16, ticks: false, domain: false } : null },
+      y: { field: "row", type: "ordinal", title: title(rows), sort: null,
+        axis: rows.length ? { ticks: false, domain: false } : null },
     },
   });
 }
 
+// List all arrays with the split of each dimension; moments only if asked for.
+function arrayTable() {
+  const split = (array) => {
+    const text = document.createElement("span");
+    array.shape.forEach((size, d) => {
+      const axes = array.split[d], part = document.createElement("span");
+      part.className = axes.length ? "split" : "whole";
+      part.textContent = `${array.axes[d] ?? "–"} ${size}${axes.length ? ` over ${axes.join(" + ")}` : ""}`;
+      text.append(d ? " × " : "", part);
+    });
+    return array.shape.length ? text : "scalar";
+  };
+  const shards = (array) => array.split.flat().reduce((n, axis) => n * plan.mesh[axis], 1);
+  const rows = plan.arrays.filter((one) => at("with-optimizer").checked || one.role !== "optimizer");
+  table("arrays", [
+    { name: "array", of: (one) => one.path, show: (one) => code(one.path.replace(/^state\//, "")) },
+    { name: "dimensions and split", of: (one) => one.split.flat().join(), show: split, words: true },
+    { name: "shards", of: shards, number: true },
+    { name: "bytes per device", of: (one) => one.bytes, show: (one) => megabytes(one.bytes), number: true },
+  ], rows);
+}
+
 async function arrays() {
+  at("with-optimizer").addEventListener("change", arrayTable);
+  arrayTable();
   const select = at("array");
   for (const array of plan.arrays) select.add(new Option(array.path, array.path));
   const largest = plan.arrays.reduce((a, b) => (b.role === "parameter" && b.bytes > a.bytes ? b : a),
@@ -226,7 +276,7 @@ async function memory() {
     kind, order, megabytes: memory[`${kind}_bytes`] / 1e6, says: plan.sources.memory[kind] }));
   const capacity = memory.capacity_bytes / 1e6, peak = memory.peak_bytes / 1e6;
   const spec = (scale) => ({
-    width: 940, height: 64,
+    width: "container", height: 64,
     layer: [
       { data: { values: rows }, mark: { type: "bar", height: 44 },
         encoding: {
@@ -262,18 +312,23 @@ async function time() {
   const parts = plan.step_seconds_by_part;
   const limit = parts.memory > parts.compute ? "memory" : "compute";
   const rows = ["compute", "memory"].map((part) => ({
-    part, seconds: parts[part], role: part === limit ? "counts" : "hidden" }));
+    part, seconds: parts[part], role: part === limit || parts.memory === null ? "counts" : "hidden" }));
   for (const [axes, spent] of Object.entries(parts.communication))
     rows.push({ part: `communication over ${axes}`, seconds: spent, role: "sending" });
   if (parts.overlapped) rows.push({ part: "overlapped with compute", seconds: parts.overlapped, role: "hidden" });
   if (parts.bubble) rows.push({ part: "pipeline bubble", seconds: parts.bubble, role: "waiting" });
-  rows.push({ part: "step", seconds: plan.step_seconds, role: "step" });
+  rows.push({ part: plan.step_seconds_is_lower_bound ? "step, at least" : "step", seconds: plan.step_seconds, role: "step" });
+  const unknown = rows.filter((row) => row.seconds === null).map((row) => row.part);
+  at("time-unknown").textContent = unknown.length
+    ? `Unknown, because the speeds of ${plan.target} are not known: ${unknown.join(", ")}.` : "";
   for (const row of rows) row.shown = seconds(row.seconds);
   const roles = ["counts", "sending", "waiting", "hidden", "step"];
   const y = { field: "part", type: "nominal", sort: null, title: null, axis: { labelLimit: 220 } };
-  const x = { field: "seconds", type: "quantitative", title: "seconds (estimate)" };
+  const most = Math.max(...rows.map((row) => row.seconds ?? 0));
+  const x = { field: "seconds", type: "quantitative", title: "seconds (estimate)",
+    axis: { tickCount: 8 }, scale: { domain: [0, most * 1.2 || 1], nice: false } };  // room for the numbers
   await draw("time-chart", {
-    width: 740, height: { step: 26 }, data: { values: rows }, encoding: { y, x },
+    width: "container", height: 26 * rows.length, data: { values: rows }, encoding: { y, x },
     layer: [
       { mark: { type: "bar", height: 18 }, encoding: {
         color: { field: "role", type: "nominal", legend: null,
@@ -289,6 +344,37 @@ async function time() {
   at("error-bars").textContent = bars.length
     ? `Error bar on ${plan.target}: ${bars.join("; ")}.`
     : `No error bar yet: each run on ${plan.target} adds a measurement.`;
+}
+
+// Show FLOPs and roofline times of each part of the model, as a chart and as a table.
+async function parts() {
+  const list = plan.rooflines;
+  const repeats = (one) => one.replicas > 1 ? `${one.replicas} × over ${one.replicated_over.join(" + ")}` : "once";
+  table("parts", [
+    { name: "part", of: (one) => one.part },
+    { name: "model, all devices", of: (one) => one.model_flops, show: (one) => flops(one.model_flops), number: true },
+    { name: "recomputed", of: (one) => one.recomputed_flops, show: (one) => flops(one.recomputed_flops), number: true },
+    { name: "computed", of: (one) => one.replicas, show: repeats },
+    { name: "on a device", of: (one) => one.device_flops, show: (one) => flops(one.device_flops), number: true },
+    { name: "at peak", of: (one) => one.compute_seconds, show: (one) => seconds(one.compute_seconds), number: true },
+    { name: "weights read", of: (one) => one.weight_bytes, show: (one) => megabytes(one.weight_bytes), number: true },
+    { name: "at bandwidth", of: (one) => one.weight_seconds, show: (one) => seconds(one.weight_seconds), number: true },
+  ], list);
+  const rows = list.map((one) => ({ part: one.part, gigaflops: one.device_flops / 1e9, shown: flops(one.device_flops), computed: repeats(one) }));
+  const most = Math.max(...rows.map((row) => row.gigaflops));
+  await draw("parts-chart", {
+    width: "container", height: 26 * rows.length, data: { values: rows },
+    encoding: {
+      y: { field: "part", type: "nominal", sort: null, title: null, axis: { labelLimit: 220 } },
+      x: { field: "gigaflops", type: "quantitative", title: "GFLOP of a device in a step (estimate)",
+        axis: { tickCount: 8 }, scale: { domain: [0, most * 1.3 || 1], nice: false } },
+    },
+    layer: [
+      { mark: { type: "bar", height: 18, color: "#2f6fb5" }, encoding: {
+        tooltip: [{ field: "part" }, { field: "shown", title: "FLOP" }, { field: "computed" }] } },
+      { mark: { type: "text", align: "left", dx: 5, color: "#1d2733" }, encoding: { text: { field: "shown" } } },
+    ],
+  });
 }
 
 async function pipeline() {
@@ -308,7 +394,8 @@ async function pipeline() {
   if (halves) for (const row of rows) {
     if (row.kind === "backward") row.tick += 0.5; else row.until -= 0.5;
   }
-  const wide = Math.max(900, Math.min(4000, ticks * 14));
+  const room = at("pipeline-chart").clientWidth - 70;
+  const wide = Math.max(room, Math.min(4000, ticks * 14));
   const layers = [{
     mark: { type: "rect", stroke: "#fff", strokeWidth: 1 },
     encoding: {
@@ -346,12 +433,9 @@ async function collectives() {
   table("collectives", [
     { name: "mesh axes", of: (one) => one.axes.join("+") },
     { name: "operation", of: (one) => one.op },
-    { name: "devices", of: (one) => one.devices, number: true },
     { name: "per step", of: (one) => one.count, number: true, show: (one) => one.count.toLocaleString("en-US") },
     { name: "unsharded size", of: (one) => one.bytes, number: true, show: (one) => megabytes(one.bytes) },
-    { name: "sent per device and step", of: (one) => one.wire_bytes_per_step, number: true, show: (one) => megabytes(one.wire_bytes_per_step) },
-    { name: "dtype", of: (one) => one.dtype },
-    { name: "source line", of: (one) => one.source, show: (one) => code(one.source || one.scope.split("/").slice(-2).join("/")) },
+    { name: "sent", of: (one) => one.wire_bytes_per_step, number: true, show: (one) => megabytes(one.wire_bytes_per_step) },
     ...(list.some((one) => one.why) ? [{ name: "why", of: (one) => one.why, words: true }] : []),
   ], list);
   const sums = new Map();
@@ -361,7 +445,7 @@ async function collectives() {
   }
   const rows = [...sums].map(([key, sent]) => ({ over: key.split("|")[0], operation: key.split("|")[1], sent }));
   await draw("collectives-chart", {
-    width: 740, height: { step: 30 }, data: { values: rows }, mark: { type: "bar", height: 20 },
+    width: "container", height: 30 * new Set(rows.map((row) => row.over)).size, data: { values: rows }, mark: { type: "bar", height: 20 },
     encoding: {
       y: { field: "over", type: "nominal", title: "mesh axes", sort: "-x" },
       x: { field: "sent", type: "quantitative", title: `MB sent per device and step (${who})`, stack: "zero" },
@@ -389,7 +473,7 @@ function remedies() {
 }
 
 function causes() {
-  const found = plan.collectives.filter((one) => one.explained === false);
+  const found = plan.collectives.filter((one) => one.explained === false && one.significant);
   at("causes-section").hidden = !found.length;
   table("causes", [
     { name: "cause and remedy", of: (one) => one.why, words: true },
@@ -401,6 +485,7 @@ function causes() {
 
 // Format a setting: sizes of a mesh or a pipeline, names of rules.
 function words(value) {
+  if (value === null || value === undefined) return "unknown";
   if (Array.isArray(value)) return value.join(", ");
   if (value && typeof value === "object")
     return Object.entries(value).map(([name, size]) => `${name} ${size}`).join(" × ") || "1 device";
@@ -430,7 +515,7 @@ async function search() {
     ...Object.fromEntries(names.map((name) => [column(name).name, text(one[name], name)])),
   }));
   await draw("search-chart", {
-    width: 740, height: 260,
+    width: "container", height: 260,
     layer: [
       { data: { values: rows }, mark: { type: "point", filled: true, size: 70, color: "#2f6fb5", opacity: 0.7 },
         encoding: {
@@ -447,5 +532,5 @@ header();
 figures();
 remedies();
 causes();
-Promise.all([arrays(), memory(), time(), pipeline(), collectives(), search()])
+Promise.all([arrays(), memory(), time(), parts(), pipeline(), collectives(), search()])
   .then(() => document.body.dataset.drawn = "yes");

@@ -1,7 +1,13 @@
 import dataclasses
+import math
+
+import pytest
 
 from graphtrain.graphs.plan import plan_program
+from graphtrain.models.flops import parameter_count
 from graphtrain.planning.assess import estimate
+from graphtrain.planning.parameters import count_parameters
+from sharding_rules.errors import ShardingError
 
 STAGES = [
     "program.mesh={stage=2, fsdp=2}",
@@ -39,3 +45,32 @@ def test_parts_add_up_to_the_peak(vary):
     parts = ("parameters", "optimizer", "gradients", "activations", "temporaries")
     assert abs(memory.peak - sum(getattr(memory, name) for name in parts)) <= len(parts)
     assert memory.fits and not dataclasses.replace(memory, compiler_out_of_memory=True).fits
+
+
+def test_an_estimate_refuses_a_pattern_that_matches_no_array(vary, tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text('[arrays."layers/mpl/*"]\nembed = []\n')
+    with pytest.raises(ShardingError, match=r"'layers/mpl/\*': no array matches; did you mean"):
+        estimate(vary([f'program.rules=["data", "{own}"]']))
+
+
+def test_what_has_no_known_speed_is_unknown_and_not_zero(vary):
+    on_cpu = estimate(vary(["program.target=cpu:8", "program.mesh={data=2, tensor=4}"]))
+    assert on_cpu.time.memory is None and set(on_cpu.time.communication.values()) == {None}
+    assert not on_cpu.time.is_complete and on_cpu.time.total == on_cpu.time.compute
+    assert on_cpu.mfu is None
+    no_peak = estimate(vary(["program.target=v5p:2x2x1", "program.model.dtype=float32"]))
+    assert no_peak.time.compute is None and no_peak.time.total is None and no_peak.mfu is None
+    assert no_peak.time.memory and no_peak.time.memory > 0
+
+
+def test_the_parameters_are_counted_without_the_filler_of_stages(vary):
+    program = vary(STAGES)
+    plan = plan_program(program)
+    specs = (one.spec for one in plan.layouts.values() if one.spec.role == "parameter")
+    held = sum(math.prod(spec.shape) for spec in specs)
+    assert count_parameters(program, plan).trained == parameter_count(program.model) < held
+    adapted = vary(["program.adapter={rank=4, alpha=8}", "run.init_from=base"])
+    counted = count_parameters(adapted, plan_program(adapted))
+    assert counted.frozen == parameter_count(adapted.model) > 100 * counted.trained
+    assert "are trained" in str(counted)

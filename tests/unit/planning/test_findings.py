@@ -99,5 +99,7 @@ def test_scores_that_the_kernel_skips_are_not_utilization(tmp_path):
     path.write_text(LLAMA3)
     program = resolve(load_config(path).program)
     assessment = estimate(program)
-    assert mfu(program, assessment.time.total) > 1  # all scores, as the kernel does not compute
+    assert (
+        mfu(program, assessment.time.total) or 0
+    ) > 1  # all scores, as the kernel does not compute
     assert assessment.mfu == assessment.mfu_causal < 1

@@ -147,3 +147,12 @@ def test_rows_are_settings_and_say_whose_their_numbers_are(vary, tmp_path, compi
     assert (first["source"], second["source"]) == ("compiler", "estimate")
     assert first["remat"] == found.ranked[0].program.model.remat and first["fits"]
     assert first["peak_bytes"] == rows[0].memory.peak and first["step_seconds"] > 0
+
+
+def test_strategies_with_equal_numbers_share_a_row(vary):
+    found = search(vary(["program.target=cpu:8"]).settings, keep=50)
+    figures = [one.figures for one in found.ranked]
+    assert len(set(figures)) == len(figures)  # no two rows look alike
+    assert sum(one.equal for one in found.ranked) > 0
+    assert all("unknown" in row and "0 B" not in row for row in figures)
+    assert not any("0.00 s" in reason for reason in found.rejected.values())

@@ -1,0 +1,47 @@
+"""Helpers of the predictions of weights' and of activations' collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graphtrain.config.resolve import ResolvedProgram
+from lowering.hlo.collectives import Collective
+from sharding_rules.axes import MESH_AXES
+from sharding_rules.mesh import MeshShape
+from sharding_rules.rules import Table
+
+
+def collective(
+    op: str, axes: Sequence[str], count: int, size: float, *, mesh: MeshShape, dtype: str
+) -> Collective:
+    """Return a collective over mesh axes, in mesh order; `size` is that of the unsplit array."""
+    ordered = tuple(axis for axis in MESH_AXES if axis in axes)
+    return Collective(op, ordered, mesh.size(ordered), count, round(size), dtype)
+
+
+def splitting_axes(table: Table, names: Sequence[str], mesh: MeshShape) -> tuple[str, ...]:
+    """Return the mesh axes of more than one device that shard any of the array axes."""
+    axes = {axis for name in names for axis in table.get(name, ())}
+    return tuple(axis for axis in MESH_AXES if axis in axes and mesh.axes.get(axis, 1) > 1)
+
+
+def reduce_scatter(program: ResolvedProgram) -> str:
+    """Return the operation that sums to shards.
+
+    XLA for CPUs has only the all-reduce, of which each device then keeps its shard.
+    """
+    return "all-reduce" if program.target.platform == "cpu" else "reduce-scatter"
+
+
+def activation_dtype(program: ResolvedProgram) -> tuple[int, str]:
+    """Return the bytes per element and the dtype in which activations and weights are sent.
+
+    XLA for CPUs converts bfloat16 to float32 before it sends.
+    """
+    narrow = program.model.dtype == "bfloat16" and program.target.platform != "cpu"
+    return (2, "bf16") if narrow else (4, "f32")
+
+
+def recomputes(program: ResolvedProgram) -> bool:
+    """Return whether the backward pass computes parts of the forward pass again."""
+    return program.model.remat != "none"

@@ -1,0 +1,119 @@
+"""JSON output of plans; the names of the keys contain the units, and null is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from graphtrain.planning.collective_origins import significant
+from graphtrain.planning.tables import plan_as_json
+
+if TYPE_CHECKING:
+    from graphtrain.cost_model.assessment import Assessment, Memory
+    from graphtrain.cost_model.compute import PartFlops
+    from graphtrain.planning.answer import Answer
+    from graphtrain.planning.targets import TargetRow
+
+# Parts of device memory that the compiler reports. Of the others it reports only the sum.
+_COUNTED = ("parameters", "frozen", "optimizer", "peak")
+PARTS = ("parameters", "frozen", "optimizer", "gradients", "activations", "temporaries", "peak")
+
+
+def target_rows(rows: Sequence[TargetRow]) -> list[dict[str, Any]]:
+    """Return the rows of text.targets_table as JSON, with complete assessments."""
+    return [
+        {"target": row.target, "error": row.error}
+        if row.assessment is None
+        else assessment_as_json(row.assessment)
+        for row in rows
+    ]
+
+
+def answer_as_json(answer: Answer) -> dict[str, Any]:
+    """Return an answer as JSON."""
+    remedies = [
+        {
+            "change": list(remedy.change),
+            "confirmed": remedy.confirmed,
+            "peak_bytes": remedy.assessment.memory.peak,
+            "step_seconds": remedy.assessment.time.total,
+            "device_seconds": remedy.device_seconds,
+        }
+        for remedy in answer.remedies
+    ]
+    bars = {name: asdict(bar) for name, bar in answer.error_bars.items()}
+    result = assessment_as_json(answer.assessment) | {
+        "parameter_count": answer.parameters.trained,
+        "frozen_parameter_count": answer.parameters.frozen,
+        "error_bars": bars,
+        "remedies": remedies,
+    }
+    large = {id(cause) for cause in significant(answer.causes)}
+    for row, cause in zip(result["collectives"], answer.causes, strict=False):
+        row |= {"why": cause.explanation, "rule": cause.rule, "explained": cause.explained}
+        row |= {"significant": cause.explained or id(cause) in large}
+    return result
+
+
+def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
+    """Return an assessment as JSON."""
+    plan, memory, time = assessment.plan, assessment.memory, assessment.time
+    parts = {f"{name}_bytes": getattr(memory, name) for name in (*PARTS, "capacity")}
+    return {
+        "target": assessment.target,
+        "devices": plan.mesh.devices,
+        "mesh": dict(plan.mesh.axes),
+        "memory": parts | {"source": memory.source},
+        "chunk": assessment.chunk,
+        "collectives": [
+            asdict(one) | {"wire_bytes_per_step": round(one.wire_bytes_per_step)}
+            for one in assessment.collectives
+        ],
+        "step_seconds": time.total,
+        "step_seconds_is_lower_bound": not time.is_complete,
+        "step_seconds_by_part": {
+            "compute": time.compute,
+            "memory": time.memory,
+            "communication": dict(time.communication),
+            "overlapped": time.overlapped,
+            "bubble": time.bubble,
+        },
+        "flops_by_part": [_part_as_json(part, plan.mesh.devices) for part in assessment.flops],
+        "mfu": assessment.mfu,
+        "mfu_causal": assessment.mfu_causal,
+        "fits": memory.fits,
+        "findings": list(assessment.findings),
+        "flops_excess": assessment.flops_excess,
+        "compile_seconds": assessment.compile_seconds,
+        "remark": assessment.note,
+        "sources": {
+            "memory": memory_sources(memory),
+            "collectives": assessment.collectives_source,
+            "step_seconds": "estimate",
+            "flops_by_part": "estimate",
+            "mfu": "estimate",
+            "mfu_causal": "estimate",
+            "arrays": "rules",
+        },
+        "arrays": plan_as_json(plan),
+    }
+
+
+def _part_as_json(part: PartFlops, devices: int) -> dict[str, Any]:
+    return {
+        "part": part.name,
+        "model_flops": part.model,
+        "recomputed_flops": part.recomputed,
+        "flops_per_device": part.computed / devices,
+        "replicas": part.replicas,
+        "replicated_over": list(part.replicated_over),
+    }
+
+
+def memory_sources(memory: Memory) -> dict[str, str]:
+    """Return the source of the size of each part."""
+    if memory.source == "estimate":
+        return dict.fromkeys(PARTS, "estimate")
+    sources = {kind: "compiler" if kind in _COUNTED else "estimate" for kind in PARTS}
+    return sources | {"temporaries": "the compiler's peak minus the rows above"}
