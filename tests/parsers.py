@@ -265,6 +265,17 @@ def _write_gpt2(directory: Path) -> None:
     (directory / "merges.txt").write_text(f"#version: 0.2\n{merges}")
 
 
+def _write_sentencepiece(directory: Path) -> None:
+    (directory / "a.jsonl").write_text("\n".join(_LINES))
+    train_tokenizer([directory / "a.jsonl"], directory, "sentencepiece", 290)
+
+
+def _read_sentencepiece(directory: Path) -> None:
+    tokenizer = load_tokenizer(directory / "tokenizer.model")
+    tokenizer.decode(tokenizer.encode("a text é"))
+    tokenizer.encode_batch(["text"]), tokenizer.encode_with_offsets(["a small"])
+
+
 def _write_dataset(directory: Path) -> None:
     (directory / "a.jsonl").write_text("\n".join(_LINES))
     prepare([directory / "a.jsonl"], directory / "data", "bytes", validation=0.1)
@@ -506,6 +517,7 @@ PARSERS = {
         lambda folder: load_tokenizer(f"{folder}/vocab.json,{folder}/merges.txt").encode("a"),
         damaged=("vocab.json", "merges.txt", "tokenizer_config.json"),
     ),
+    "sentencepiece": Parser(_write_sentencepiece, _read_sentencepiece, damaged=("*.model",)),
     "dataset": Parser(
         _write_dataset, _read_dataset, lambda folder: _seal_json(folder / "data" / "train.json"),
         ("data/train*",),

@@ -42,9 +42,11 @@ steps = 3
 train = "data/train"
 validation = "data/validation"
 """
-# Files that no command reads for its result: claims, notes and charts of other programs, texts.
+# Files that no command reads for its result: claims, logs, notes and charts of other programs, and
+# the record of a preparation, without which the data is prepared again.
 NOT_READ = (
-    ".lease", "tensorboard", "_CHECKPOINT_METADATA", "commit_success.txt", "failed", "manifest.json"
+    ".lease", "tensorboard", "_CHECKPOINT_METADATA", "commit_success.txt", "run.log",
+    "data/manifest.json",
 )  # fmt: skip
 
 

@@ -57,8 +57,8 @@ class SentencePieceTokenizer:
         self._processor: Any = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(model)
-        except RuntimeError as error:
-            raise DataError(f"{name}: not a sentencepiece model ({error})") from None
+        except (RuntimeError, UnicodeDecodeError) as error:  # the second from a damaged message
+            raise DataError(f"{name}: not a sentencepiece model ({str(error)[:200]})") from None
         self._words: WordCache | None = None
         self.vocab: int = self._processor.vocab_size()
         end = self._processor.eos_id() if eod is None else self._processor.piece_to_id(eod)

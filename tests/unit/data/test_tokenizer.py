@@ -124,3 +124,18 @@ def test_too_many_characters_are_refused_with_another_tokenizer():
         train_characters([text])
     with pytest.raises(DataError, match="training text is empty"):
         train_characters([""])
+
+
+def test_a_damaged_model_is_read_or_refused(learned, tmp_path):
+    (name,) = learned.save(tmp_path)
+    model = (tmp_path / name).read_bytes()
+    messages = []
+    for position in range(0, 2000, 3):  # the pieces, some of which are no UTF-8 then
+        flipped = bytearray(model)
+        flipped[position] ^= 0x80
+        (tmp_path / name).write_bytes(flipped)
+        try:
+            load_tokenizer(tmp_path / name)
+        except DataError as error:
+            messages.append(str(error))
+    assert messages and all("not a sentencepiece model" in message for message in messages)
