@@ -25,6 +25,11 @@ from sharding_rules.documents import read_json
 
 _JOBS = "jobs.json"
 _STATUS_SIGTERM = 143  # exit status of a graphtrain run that saved a checkpoint on SIGTERM
+# Exit statuses of srun when a rank has ended by SIGABRT, SIGBUS, SIGKILL or SIGSEGV.
+_STATUSES_CRASHED = (134, 135, 137, 139)
+# Seconds from the end of the first rank until srun ends the others, if they have not ended
+# themselves: longer than the watchdog takes to name a lost rank.
+_WAIT_FOR_RANKS = 150
 # Requeues after a rank was lost or stalled; a run that never gets further must end some time.
 _MAX_REQUEUES = 100
 
@@ -72,9 +77,10 @@ def make_scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) ->
     compile_command = shlex.join(job.command(sys.executable, "compile"))
     # srun does not take over the job's number of cores for each task by itself (since 22.05).
     cores = f"--cpus-per-task={options.get('cpus-per-task', job.cores_per_host)}"
-    run_command = shlex.join(
-        ["srun", "--kill-on-bad-exit=1", cores, *job.command(sys.executable, "run")]
-    )
+    # If srun ended the other ranks at once, by SIGTERM, they would neither name the lost rank nor
+    # end with the status of an error: srun reports the highest status, and 143 requeues the job.
+    ending = ("--kill-on-bad-exit=0", f"--wait={_WAIT_FOR_RANKS}")
+    run_command = shlex.join(["srun", *ending, cores, *job.command(sys.executable, "run")])
     return Scripts(
         compile=_script(compile_options | dict(options), [cd_command, f"exec {compile_command}"]),
         run=_script(
@@ -87,7 +93,7 @@ def make_scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) ->
                 "status=$?",
                 'requeue() { scontrol requeue "$SLURM_JOB_ID"; }',
                 f"case $status in {_STATUS_SIGTERM}) requeue;; "
-                f"{PeerLost.exit_status}) "
+                f"{'|'.join(map(str, (PeerLost.exit_status, *_STATUSES_CRASHED)))}) "
                 f'[ "${{SLURM_RESTART_COUNT:-0}}" -ge {_MAX_REQUEUES} ] || requeue;; esac',
                 'exit "$status"',
             ],

@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,13 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The configuration of a Slurm that runs until the tests end."""
+    """The configuration of a Slurm that runs until the tests end.
+
+    It starts requeued jobs after 6 s, others after 121 s (cred_expire is 120 s by default). So
+    KillWait must be less than MessageTimeout (10 s): a request to end a step that is not answered
+    in that time is sent again after a minute, and would end the step of the same number of the
+    requeued job.
+    """
     path = tmp_path_factory.mktemp("slurm")
     for name in ("/run/munge", "/var/lib/munge", "/var/log/munge"):
         os.makedirs(name, exist_ok=True)
@@ -54,6 +61,8 @@ SlurmctldPort={control}
 SlurmUser=root
 SlurmdParameters=config_overrides
 AuthInfo=cred_expire=5
+KillWait=5
+SchedulerParameters=bf_interval=1,sched_interval=1
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -146,6 +155,42 @@ def test_a_run_that_is_asked_to_stop_is_queued_again_and_goes_on(cluster: Place)
     assert [loss for _, loss, _ in together] == pytest.approx([one[1] for one in alone], rel=1e-4)
 
 
+ENDING_RANK = """
+import os, signal, sys, time
+restart, rank = int(os.environ.get("SLURM_RESTART_COUNT", 0)), int(os.environ["SLURM_PROCID"])
+print(f"start {restart} of rank {rank}", flush=True)
+time.sleep(1 - rank)  # rank 1 ends first, as the others notice it later
+if restart == 0 and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit([75, 75, 2][restart])
+"""
+
+
+@needs_slurm
+def test_the_script_queues_a_job_again_after_a_killed_or_lost_rank_and_not_after_an_error(
+    cold: Place, slurm: Path
+):
+    out, _ = cold.command("launch", "slurm", "config.toml", *TWO, "--dry-run")
+    running = out[out.index("#!", out.index("# run/launch/run.sh")) :]
+    (cold.path / "rank.py").write_text(ENDING_RANK)
+    script, number = re.subn(r"\S+ -m graphtrain run .*", f"{sys.executable} rank.py", running)
+    assert number == 1
+    (cold.path / "run/launch").mkdir(parents=True)
+    (cold.path / "run.sh").write_text(script)
+    submitted = ["sbatch", "--parsable", "--chdir", str(cold.path), str(cold.path / "run.sh")]
+    job = subprocess.run(submitted, check=True, capture_output=True, text=True).stdout.strip()
+    wait_until(lambda: "JobState=FAILED" in job_of(job), cold)
+    (log,) = cold.path.glob("run/launch/run-*.log")
+    starts = re.findall(r"^start (\d) of rank 1$", log.read_text(), re.M)
+    assert starts == ["0", "1", "2"] and "ExitCode=2:0" in job_of(job)
+
+
+def job_of(number: str) -> str:
+    return subprocess.run(
+        ["scontrol", "show", "job", number], capture_output=True, text=True, check=True
+    ).stdout
+
+
 def test_the_scripts_can_be_read_without_slurm(place: Place):
     words = [*TWO, "--workers", "3", "--time", "60", "--sbatch", "qos=high", "--dry-run"]
     out, _ = place.command("launch", "slurm", "config.toml", *words)
@@ -155,7 +200,7 @@ def test_the_scripts_can_be_read_without_slurm(place: Place):
     assert asked["signal"] == "TERM@300" and asked["time"] == "60"
     assert asked["cpus-per-task"] == "4" and int(asked["mem"].removesuffix("M")) >= 4096
     assert "exclusive" not in asked  # only a host whose accelerators are all used
-    assert "case $status in 143) requeue;; 75) " in running
+    assert "case $status in 143) requeue;; 75|134|135|137|139) " in running
     assert re.search(r"#SBATCH --array +0-2\n", compiling)
     assert "graphtrain run config.toml --target cpu:2x4" in running
     assert not (place.path / "run").exists()
@@ -167,7 +212,7 @@ def test_a_job_of_all_gpus_of_a_host_asks_for_its_cores_and_memory(place: Place)
     asked = dict(re.findall(r"#SBATCH --(\S+) *(\S*)", out.partition("# run/launch/run.sh")[2]))
     assert asked["cpus-per-task"] == "64" and asked["gpus-per-node"] == "8" and "exclusive" in asked
     assert int(asked["mem"].removesuffix("M")) << 20 > 8 * 80e9
-    assert "srun --kill-on-bad-exit=1 --cpus-per-task=64" in out
+    assert "srun --kill-on-bad-exit=0 --wait=150 --cpus-per-task=64" in out
 
 
 def test_an_option_that_sbatch_does_not_have_is_refused(place: Place):
