@@ -4,9 +4,11 @@ Orbax is imported when the first checkpoint is saved or restored, not at the sta
 """
 
 import os
+import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NotRequired
@@ -28,6 +30,7 @@ from lowering.trees import Tree, flatten
 from lowering.xla import distributed
 
 StepName = int | Literal["last", "best"] | None  # None is the last
+_POLL_SECONDS = 0.1  # between looks for an error in the background
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,7 @@ class Checkpoints:
         self._arrangement = arrangement
         self._opened: Any = None
         self._validation_losses: dict[int, float] = {}
+        self._errors: list[Exception] = []  # of saves in the background
 
     def save(
         self,
@@ -201,12 +205,11 @@ class Checkpoints:
             metadata["validation_loss"] = validation_loss
         if self._arrangement is not None and self._arrangement.rows is not None:
             metadata["rows"] = self._arrangement.rows
+        self.wait()
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state), about=ocp.args.JsonSave(metadata)
         )
-        with checkpoint_errors(
-            self._directory, "written; free disk space, or set run.directory to another location"
-        ):
+        with self._save_errors():
             manager = self._manager()
             if validation_loss is not None:
                 self._validation_losses[step] = validation_loss
@@ -278,6 +281,16 @@ class Checkpoints:
         """Return whether a checkpoint was started and is not complete."""
         return self._opened is not None and self._opened.is_saving_in_progress()
 
+    def raise_if_failed(self) -> None:
+        """Raise the error of a save in the background, if there is one.
+
+        Raises:
+            TrainingError: a checkpoint could not be written.
+        """
+        if self._errors:
+            with self._save_errors():
+                raise self._errors[0]
+
     def wait(self) -> None:
         """Wait until every checkpoint that was started is complete.
 
@@ -285,11 +298,7 @@ class Checkpoints:
             TrainingError: a checkpoint could not be written.
         """
         if self._opened is not None:
-            with checkpoint_errors(
-                self._directory,
-                "written; free disk space, or set run.directory to another location",
-            ):
-                self._opened.wait_until_finished()
+            self._in_background(self._opened.wait_until_finished)
 
     def close(self) -> None:
         """Wait until everything is written, then release Orbax's resources.
@@ -297,12 +306,35 @@ class Checkpoints:
         Raises:
             TrainingError: a checkpoint could not be written.
         """
-        if self._opened is not None:
-            with checkpoint_errors(
-                self._directory,
-                "written; free disk space, or set run.directory to another location",
-            ):
-                self._opened.close()
+        if self._opened is not None and not self._errors:
+            self._in_background(self._opened.close)
+
+    def _in_background(self, action: Callable[[], None]) -> None:
+        """Wait for an action that waits for saves; stop waiting when a save of this rank fails.
+
+        Orbax itself would wait for the other ranks then, which wait for this one.
+        """
+        raised: list[Exception] = []
+
+        def run() -> None:
+            try:
+                action()
+            except Exception as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=run, name="wait for checkpoints", daemon=True)
+        thread.start()
+        while thread.is_alive() and not self._errors:
+            thread.join(_POLL_SECONDS)
+        self.raise_if_failed()
+        if raised:
+            with self._save_errors():
+                raise raised[0]
+
+    def _save_errors(self) -> AbstractContextManager[None]:
+        return checkpoint_errors(
+            self._named, "written; free disk space, or set run.directory to another location"
+        )
 
     def _kept_steps(self, steps: list[int]) -> set[int]:
         """Return those of the steps whose checkpoints are retained."""
@@ -322,6 +354,7 @@ class Checkpoints:
             import orbax.checkpoint as ocp
 
             self._directory.mkdir(parents=True, exist_ok=True)
+            self._errors = private_orbax.background_errors()
             registry = private_orbax.whole_shard_handlers()
             if self._keep_best:
                 self._validation_losses = _saved_validation_losses(self._directory)
@@ -577,12 +610,23 @@ def restore_array(directory: Path, step: int, path: str) -> np.ndarray:
 
 @contextmanager
 def checkpoint_errors(path: Path, what: str) -> Iterator[None]:
-    """Convert errors of TensorStore and Orbax into TrainingError: "`path` cannot be `what`"."""
+    """Convert errors of TensorStore and Orbax into TrainingError: "`path` cannot be `what`".
+
+    Not the error of a rank that waited for another one, which is lost.
+    """
     try:
         yield
     except private_orbax.STORAGE_ERRORS as error:
-        reason = str(error).partition("\n")[0]
-        raise TrainingError(f"{path} cannot be {what} ({reason})") from error
+        if private_orbax.caused_by_lost_peer(error):
+            raise
+        raise TrainingError(f"{path} cannot be {what} ({_reason(error)})") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error; only the system's words if TensorStore cites them."""
+    first = str(error).partition("\n")[0]
+    cited = re.search(r": ([^:]+) \[os_error_code=", first)
+    return cited[1] if cited else first
 
 
 def _arrays(tree: Tree) -> dict[str, list[Any]]:

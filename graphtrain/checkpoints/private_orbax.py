@@ -7,8 +7,11 @@ says what to do when it breaks.
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +124,56 @@ def before_commit(action: Callable[[Path], None]) -> Any:
             await super().finalize()
 
     return CommittedPath
+
+
+class _BackgroundErrors(logging.Filter):
+    """Filter of Orbax's log that notes the errors of its threads and drops their tracebacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[Exception] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if "orbax" not in record.pathname or not isinstance(error, Exception):
+            return True
+        if record.threadName != "MainThread":
+            self.noted.append(error)
+        return False
+
+
+_filter = _BackgroundErrors()
+
+
+@dataclass(frozen=True)
+class _UnraisableHook:
+    """Hook that leaves out what follows from a failed write.
+
+    Orbax closes its event loop while TensorStore still writes other arrays, which find it closed.
+    """
+
+    previous: Callable[[Any], Any]
+
+    def __call__(self, unraisable: Any) -> None:
+        if not (_filter.noted and str(unraisable.exc_value) == "Event loop is closed"):
+            self.previous(unraisable)
+
+
+def background_errors() -> list[Exception]:
+    """Return a list to which Orbax's threads add what they fail with, until the next call.
+
+    A rank that fails to write only logs it, and then waits for the others at a barrier that they
+    never reach; so do the methods that would raise the error.
+    """
+    _filter.noted = []
+    logging.getLogger("absl").addFilter(_filter)  # once, however often it is added
+    if not isinstance(sys.unraisablehook, _UnraisableHook):
+        sys.unraisablehook = _UnraisableHook(sys.unraisablehook)
+    return _filter.noted
+
+
+def caused_by_lost_peer(error: Exception) -> bool:
+    """Return whether an error of a save is the failure of a barrier with the other processes."""
+    import jax
+
+    return isinstance(error.__cause__, jax.errors.JaxRuntimeError)

@@ -106,7 +106,8 @@ class Journal:
         with suppress(OSError):  # write() has reported what could not be flushed
             self._jsonl_file.close()
         if self._tensorboard_writer is not None:
-            self._tensorboard_writer.close()
+            with suppress(OSError):
+                self._tensorboard_writer.close()
 
 
 def read_journal(directory: Path) -> list[dict[str, Any]]:

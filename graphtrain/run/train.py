@@ -462,6 +462,7 @@ class TrainingLoop:
                 self._write, self._journal_position = self.open_journal()  # while it computes
                 opened = True
             self._finish_pending_step()
+            self.checkpoints.raise_if_failed()
             if not self.checkpoints.is_writing():
                 self._report_checkpoint()
             self.data_check.raise_if_damaged()
@@ -622,6 +623,7 @@ class TrainingLoop:
 
         def should_stop(batch: int) -> bool:
             self.watchdog.move(EVALUATING, completed_steps, batch)
+            self.checkpoints.raise_if_failed()
             return self.stop.should_stop()
 
         loss = validation_loss(evaluate, weights, batches, target, should_stop=should_stop)

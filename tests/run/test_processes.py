@@ -185,6 +185,23 @@ def test_an_error_of_one_rank_is_that_of_all(place: Place, compiled_for_two):
     assert only_message(told[1]) == "error: row 7 cannot be read"
 
 
+# Writes fail as on a full disk; those to pipes do not.
+FULL_DISK = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
+from graphtrain.cli import main
+main()
+"""
+
+
+def test_a_rank_that_cannot_write_its_part_of_a_checkpoint_is_named(place: Place, compiled_for_two):
+    saving = [*LONG, "--set", "run.save_every=3"]
+    statuses, told = ended_with_errors(ranks(place, *saving, starts={1: ["-c", FULL_DISK]}))
+    assert statuses == [2, 2], told
+    assert only_message(told[1]).startswith("error: run/checkpoints cannot be written; free disk")
+    assert "rank 1 ended with an error: run/checkpoints cannot" in only_message(told[0])
+
+
 def test_a_single_process_that_hangs_is_ended(place: Place):
     words = ["run", "config.toml", *LONG]
     process = place.start_python("-c", BLOCKED_LOADER, *words)

@@ -37,3 +37,13 @@ def test_event_files_hold_every_number(tmp_path):
         values |= {value.tag: (event.step, value.simple_value) for value in event.summary.value}
         at += 16 + size
     assert values == {"loss": (7, 0.5)}
+
+
+def test_event_files_that_cannot_be_flushed_do_not_hide_the_error_of_the_run(tmp_path, monkeypatch):
+    def fail():
+        raise OSError(28, "No space left on device")
+
+    journal = Journal(tmp_path, after=0, tensorboard=True)
+    journal.write({"step": 7, "loss": 0.5})
+    monkeypatch.setattr(journal._tensorboard_writer, "close", fail)
+    journal.close()

@@ -27,6 +27,11 @@ REMEDIES = {
     "use_replica_parallel off. Saving must compile nothing.",
     "host_array_handlers": "orbax/checkpoint/type_handlers, NumpyHandler: find what turns the copy "
     "off. Resharding writes arrays larger than the memory.",
+    "background_errors": "orbax/checkpoint/_src/checkpointers/async_checkpointer.py and "
+    "_src/futures/future.py: find where the error of a thread is logged. A rank whose disk is full "
+    "must be named.",
+    "caused_by_lost_peer": "orbax/checkpoint/_src/checkpointers/async_checkpointer.py: find what a "
+    "save raises when a barrier fails. A lost rank must not look like a full disk.",
     "before_commit": "orbax/checkpoint/_src/path/atomicity.py, AtomicRenameTemporaryPath: find "
     "what renames a finished directory. A checkpoint must never be complete without its manifest.",
     "synchronization": "orbax/checkpoint/options.py, MultiprocessingOptions: find what makes it "
@@ -157,3 +162,35 @@ def test_a_path_with_a_pattern_is_still_refused_for_a_reason(tmp_path):
 def test_a_run_directory_with_a_pattern_is_refused(tmp_path, character):
     with pytest.raises(TrainingError, match="which Orbax takes for a pattern"):
         check_directory(tmp_path / f"a{character}b")
+
+
+@canary("background_errors")
+def test_the_error_of_a_background_thread_is_noted_and_its_traceback_left_out(tmp_path, capfd):
+    def fail(path):
+        raise OSError(28, "No space left on device")
+
+    errors = private_orbax.background_errors()
+    path_class = private_orbax.before_commit(fail)
+    state, registry = jax.tree.map(jnp.asarray, STATE), private_orbax.whole_shard_handlers()
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, state, registry, temporary_path_class=path_class)
+    assert errors and "No space left" in str(errors[0])
+    assert not capfd.readouterr().err
+    assert private_orbax.background_errors() == []
+
+
+@canary("caused_by_lost_peer")
+def test_a_barrier_that_fails_is_not_a_failure_to_write(tmp_path, monkeypatch):
+    from orbax.checkpoint._src.checkpointers import async_checkpointer
+
+    def lose(key, timeout):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: the service is gone")
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    options = {"barrier_sync_key_prefix": "", "timeout_secs": 5, "primary_host": 0}
+    with pytest.raises(TimeoutError) as raised:
+        async_checkpointer._background_wait_for_commit_futures(
+            tmp_path, [], lambda: None, sync_fn=lose, **options
+        )
+    assert private_orbax.caused_by_lost_peer(raised.value)
+    assert not private_orbax.caused_by_lost_peer(OSError(28, "No space left on device"))
