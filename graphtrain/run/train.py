@@ -119,6 +119,8 @@ def train(
         if distributed.count() > 1:  # a failure to load on one rank ends all, before any computes
             on_all_ranks(lambda: [programs[name] for name in names])
         stop = stack.enter_context(stop_requests())
+        if stop.should_stop():  # while the programs were loaded
+            return _stopped_while_loading(stop, directory, resumption.start)
         stack.enter_context(lowering.backend(program.target).forbid_tracing())
         prefaulted_bytes = prefault.stop()
         baseline_bytes = host.reset_peak() - prefaulted_bytes
@@ -135,6 +137,8 @@ def train(
             state = restored.state
         else:
             state = _init_state(programs, run.seed)
+        if stop.should_stop():  # while a checkpoint was restored
+            return _stopped_while_loading(stop, directory, resumption.start)
         start, changes = resumption.start, resumption.changes()
         data_check = on_all_ranks(lambda: DataCheck(run.data))  # while the devices compute init
         placement = BatchPlacement(programs["train"].inputs("batch"), program.target)
@@ -197,6 +201,12 @@ def needed_graphs(run: Run, *, resuming: bool) -> list[str]:
     """Return the graphs that a run executes: a resumed one needs no initial state."""
     evaluates = run.data.validation is not None
     return [*([] if resuming else ["init"]), "train", *(["evaluate"] if evaluates else [])]
+
+
+def _stopped_while_loading(stop: StopRequest, directory: Path, start: int) -> RunSummary:
+    """Return the outcome of a run that is asked to stop before its first step."""
+    assert stop.signal is not None
+    return RunSummary(directory, start, start or None, None, stop.signal.name)
 
 
 def _preallocate_memory(programs: LoadedPrograms, target: Target) -> startup.MemoryPrefault:

@@ -22,6 +22,7 @@ from lowering.errors import LoweringError, PeerLost
 from lowering.machine.target import Target
 from lowering.xla import private
 
+_JOIN_TIMEOUT = 300  # seconds for all processes to start and connect
 _EXCHANGE_TIMEOUT = 600  # timeout in seconds for the slowest process to reach an exchange
 # Seconds without a heartbeat after which JAX considers a process dead. Longer than the silence that
 # graphtrain.run.watchdog accepts, which can name the rank and what it did.
@@ -109,7 +110,8 @@ def initialize(member: Membership, target: Target) -> None:
     """Join the other processes; call it before JAX's backend is initialized.
 
     Raises:
-        LoweringError: the other processes did not join in time.
+        PeerLost: the other processes did not join in time.
+        LoweringError: this process cannot join them.
     """
     _silence_xla()
     options: dict[str, Any] = {}
@@ -128,15 +130,18 @@ def initialize(member: Membership, target: Target) -> None:
             num_processes=member.count,
             process_id=member.rank,
             cluster_detection_method="deactivate" if member.coordinator else "slurm",
+            initialization_timeout=_JOIN_TIMEOUT,
             heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
             shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT,
         )
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
-        raise LoweringError(
+        is_late = first == "std::bad_cast" or first.startswith("DEADLINE_EXCEEDED")
+        raise (PeerLost if is_late else LoweringError)(
             f"rank {member.rank} of {member.count} processes could not join the others at "
-            f"{member.coordinator or 'the first node of the Slurm step'}: {first}; check that all "
-            "processes are started and can reach that address"
+            f"{member.coordinator or 'the first node of the Slurm step'}: "
+            f"{f'not all were there within {_JOIN_TIMEOUT} s' if is_late else first}; check that "
+            "all processes are started and can reach that address"
         ) from None
 
 

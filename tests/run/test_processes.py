@@ -249,6 +249,30 @@ def test_a_signal_during_an_evaluation_saves_and_the_evaluation_is_repeated(
     assert losses(place, "run") == losses(place, "alone")
 
 
+SIGNALLED_LOADING = """
+import contextlib, signal
+from graphtrain.run import signals, train
+
+@contextlib.contextmanager
+def signalled():
+    request = signals.StopRequest()
+    request.signal = signal.SIGTERM
+    yield request
+
+train.stop_requests = signalled
+train.DataCheck = None  # the next phase of loading, which must not begin
+from graphtrain.cli import main
+main()
+"""
+
+
+def test_a_signal_while_programs_are_loaded_ends_the_run_before_the_next_phase(place: Place):
+    process = place.start_python("-c", SIGNALLED_LOADING, "run", "config.toml")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == STOPPED, err
+    assert "stopped by SIGTERM before step 1" in out and not err
+
+
 SIGNALLED_EVALUATION = """
 import os, signal, sys
 from graphtrain.run import evaluate
