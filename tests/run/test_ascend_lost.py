@@ -10,7 +10,7 @@ from places import Place
 
 TWO = ["--target", "ascend-cpu:2", "--set", "program.mesh.data=2"]
 LONG = ["--set", "run.steps=100000", "--set", "run.save_every=100000"]
-LONG += ["--set", "run.watchdog.step_timeout=10.0"]
+LONG += ["--set", "run.watchdog.step_timeout=6.0"]
 LOST = 75  # status of a run that lost a rank
 
 pytestmark = [
