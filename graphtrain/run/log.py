@@ -77,4 +77,5 @@ class RunLog(Callback):
         finally:
             warnings.showwarning = show
             if self._file is not None:
-                self._file.close()
+                with suppress(OSError):
+                    self._file.close()

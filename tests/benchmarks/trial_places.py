@@ -13,7 +13,7 @@ from pathlib import Path
 from measuring import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "run"))
-from places import Place, furnish  # pyright: ignore[reportMissingImports]
+from places import PROGRESS, Place, furnish  # pyright: ignore[reportMissingImports]
 
 _STEP = re.compile(r"step (\d+)/")
 
@@ -64,7 +64,7 @@ class Process:
     def messages(self) -> list[str]:
         """What it said besides its steps; MindSpore and Gloo say nothing on stderr."""
         lines = self.err.read_text().splitlines()
-        return [line[:500] for line in lines if line and not line.startswith("step ")]
+        return [line[:500] for line in lines if line and not line.startswith(PROGRESS)]
 
 
 @dataclass

@@ -57,6 +57,10 @@ STAGES = [
 ]  # fmt: skip
 
 
+# How lines of a run on stderr begin that are no messages.
+PROGRESS = "step ", "model: ", "batch: ", "data: ", "machine: ", "directory: "
+
+
 @dataclass(frozen=True)
 class Place:
     """A directory with a configuration and data, and a store it may share with others."""

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from places import Place
+from places import PROGRESS, Place
 
 TWO = ["--target", "ascend-cpu:2", "--set", "program.mesh.data=2"]
 LONG = ["--set", "run.steps=100000", "--set", "run.save_every=100000"]
@@ -48,7 +48,7 @@ def lose_a_rank(place: Place, sent: signal.Signals, *then: signal.Signals) -> st
     _, err = process.communicate(timeout=120)
     assert process.returncode == LOST, err
     assert not any(Path(f"/proc/{each}").exists() for each in ranks.values())
-    (message,) = [line for line in err.splitlines() if not line.startswith("step ")]
+    (message,) = [line for line in err.splitlines() if not line.startswith(PROGRESS)]
     return message
 
 

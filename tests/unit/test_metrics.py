@@ -1,3 +1,7 @@
+import pytest
+
+from graphtrain.errors import TrainingError
+from graphtrain.run.log import RunLog
 from graphtrain.run.metrics import Journal, read_journal
 
 
@@ -37,6 +41,14 @@ def test_event_files_hold_every_number(tmp_path):
         values |= {value.tag: (event.step, value.simple_value) for value in event.summary.value}
         at += 16 + size
     assert values == {"loss": (7, 0.5)}
+
+
+def test_a_log_on_a_full_disk_does_not_hide_the_error_of_the_run(tmp_path):
+    log = RunLog(tmp_path, steps=10, every=1)
+    with pytest.raises(TrainingError, match="the loss is not finite"), log.recording():
+        log._file = open("/dev/full", "w")  # noqa: SIM115  # the log closes it
+        log.note("step 1")
+        raise TrainingError("the loss is not finite")
 
 
 def test_event_files_that_cannot_be_flushed_do_not_hide_the_error_of_the_run(tmp_path, monkeypatch):
