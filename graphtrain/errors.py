@@ -25,6 +25,10 @@ class ConfigError(GraphtrainError):
     """A configuration file or a --set value is wrong."""
 
 
+class OutputExists(GraphtrainError):
+    """A file that a command would write exists already, with other content."""
+
+
 class DataError(GraphtrainError):
     """A corpus, tokenizer or dataset is missing, damaged or unsuitable."""
 

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from graphtrain.errors import TrainingError, WeightsError
+from graphtrain.errors import OutputExists, TrainingError, WeightsError
 from sharding_rules.documents import DocumentError
 
 if TYPE_CHECKING:
@@ -67,6 +67,31 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def write_new(path: Path) -> Iterator[BinaryIO]:
+    """Write a file as `atomic_write`, unless it exists with other content.
+
+    Raises:
+        OutputExists: it does.
+    """
+    partial = partial_path(path)
+    with atomic_write(partial) as file:
+        yield file
+    try:
+        if path.exists() and content_digest(path) != content_digest(partial):
+            raise output_exists(path)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def output_exists(path: Path | str) -> OutputExists:
+    """Return the error about output that exists already."""
+    return OutputExists(
+        f"{path} exists already with other content; remove it or choose another name"
+    )
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from graphtrain.cli.options import (
     json_option,
     overrides_option,
     target_option,
-    write_file,
+    write_report,
 )
 from graphtrain.cli.terminal import say
 
@@ -132,7 +132,7 @@ def command(
                 say_export_obstacle(program)
                 _print_missing_runtime(program.target, run_command)
     if report is not None:
-        write_file(report, json.dumps(result.as_json(), indent=2) + "\n")
+        write_report(report, result.as_json(), indent=2)
     if result.count("failed"):
         sys.exit(2)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphtrain.cli.compile import compile_limit_options, print_problems, print_report, progress
-from graphtrain.cli.options import LocalPath, cache_option, json_option, write_file
+from graphtrain.cli.options import LocalPath, cache_option, json_option, write_report
 from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _print_graphs(
 
     contents = as_dictionary(extraction, target, result)
     if file is not None:
-        write_file(file, json.dumps(contents, indent=2) + "\n")
+        write_report(file, contents, indent=2)
     if as_json:
         click.echo(json.dumps(contents))
         return

@@ -17,7 +17,7 @@ from graphtrain.cli.options import (
     json_option,
     overrides_option,
     target_option,
-    write_file,
+    write_report,
 )
 from graphtrain.cli.terminal import say
 from graphtrain.cli.usage import Group
@@ -298,7 +298,7 @@ def _print_finished(finished: "FinishReport", file: Path | None) -> None:
             say(f"{outcome.program}: {failure.kind}: {failure.message}{hint}")
     written = report.as_json(finished)
     if file is not None:
-        write_file(file, json.dumps(written, indent=4) + "\n")
+        write_report(file, written, indent=4)
     if os.environ.get(report.DUMP_VARIABLE):
         report.dump(written, Path.cwd())
     for line in report.summary_lines(finished.outcomes):

@@ -1,7 +1,7 @@
 """Arguments and options that several commands share."""
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,18 +159,49 @@ def process_options(command: Callable) -> Callable:
     return command
 
 
-def write_file(path: Path, text: str) -> None:
+def check_output(path: Path, mark: str) -> None:
+    """Refuse to replace a file that another command, or a person, wrote.
+
+    Args:
+        path: Output file of an option.
+        mark: Text that is in every file that the same option wrote before.
+
+    Raises:
+        OutputExists: the file exists without the mark.
+    """
+    from graphtrain.files import output_exists
+
+    if path.is_file() and mark.encode() not in path.read_bytes():
+        raise output_exists(path)
+
+
+def write_file(path: Path, text: str, mark: str | None = None) -> None:
     """Write the output file of an option.
+
+    Args:
+        path: Output file.
+        text: Content.
+        mark: As for `check_output`. None: only a file of the same content is replaced.
 
     Raises:
         GraphtrainError: the file cannot be written.
+        OutputExists: it would replace another file.
     """
     from graphtrain.errors import GraphtrainError
 
+    check_output(path, text if mark is None else mark)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise GraphtrainError(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_report(path: Path, report: Mapping[str, Any], indent: int) -> None:
+    """Write a report of a command as JSON; it replaces earlier reports with the same keys."""
+    import json
+
+    first_key = json.dumps(next(iter(report)))
+    write_file(path, json.dumps(report, indent=indent) + "\n", mark=f"{first_key}: ")
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")

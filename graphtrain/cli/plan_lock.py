@@ -11,6 +11,7 @@ from graphtrain.cli.checked import check as check_config
 from graphtrain.cli.options import (
     LocalPath,
     cache_option,
+    check_output,
     config_argument,
     overrides_option,
     target_option,
@@ -46,11 +47,12 @@ def lock(
     output: Path | None,
 ) -> None:
     """Write the plan of CONFIG (sharding, memory, communication) as text for version control."""
-    from graphtrain.planning.lock import lock_path, lock_text
+    from graphtrain.planning.lock import LOCK_MARK, lock_path, lock_text
 
-    assessment = _assess(config, target, overrides, cache, ask_compiler)
     path = output or lock_path(config)
-    write_file(path, lock_text(assessment))
+    check_output(path, LOCK_MARK)
+    assessment = _assess(config, target, overrides, cache, ask_compiler)
+    write_file(path, lock_text(assessment), LOCK_MARK)
     click.echo(f"wrote {path}")
 
 

@@ -13,6 +13,7 @@ from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     LocalPath,
     cache_option,
+    check_output,
     config_argument,
     json_option,
     overrides_option,
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from graphtrain.config.resolve import ResolvedProgram
     from graphtrain.planning.answer import Answer
 
+_PAGE_MARK = '<meta name="generator" content="graphtrain plan">'
+_STRATEGY_MARK = '"graphtrain_strategy"'
 DOES_NOT_FIT = 4  # exit status
 
 compile_or_estimate_option = click.option(
@@ -115,7 +118,10 @@ def show(
         _compare(targets.split(","), config, overrides, cache, ask_compiler, jobs, as_json)
         return
     program = resolve(load_config(config, overrides, target).program)
+    if html is not None:
+        check_output(html, _PAGE_MARK)  # before the plan, which takes time
     if strategy is not None:
+        check_output(strategy, _STRATEGY_MARK)
         from graphtrain.checkpoints.strategy import save_strategy
 
         save_strategy(strategy, program)
@@ -260,5 +266,6 @@ def _write_page(
     from graphtrain.planning.page import render_page
 
     command = shlex.join(["graphtrain", *sys.argv[1:]])
-    write_file(path, render_page(config.stem, plan_answer, search_results, command))
+    page = render_page(config.stem, plan_answer, search_results, command)
+    write_file(path, page, _PAGE_MARK)
     say(f"wrote {path}")

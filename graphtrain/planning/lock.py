@@ -43,6 +43,9 @@ def read_lock(path: Path) -> str:
         raise PlanError(f"{path}: cannot be read as a lock: {reason}") from None
 
 
+LOCK_MARK = "[collectives]  # over mesh axes"  # in every lock
+
+
 def lock_text(assessment: Assessment) -> str:
     """Return the text of the lock file of an assessment; equal plans have equal text."""
     return "\n".join([*_toolchain(assessment), *_body(assessment)]) + "\n"
@@ -98,7 +101,7 @@ def _body(assessment: Assessment) -> Iterator[str]:
     ]
     yield from _aligned((kind, str(getattr(memory, kind))) for kind in kinds)
     heading = f"executions in a step x bytes, from the {assessment.collectives_source}"
-    yield from ["", f"[collectives]  # over mesh axes, operation, {heading}"]
+    yield from ["", f"{LOCK_MARK}, operation, {heading}"]
     yield from _aligned(_collectives(assessment))
 
 

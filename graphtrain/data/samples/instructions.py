@@ -11,7 +11,7 @@ from typing import Any
 
 from graphtrain.data.samples.text import SampleSize, docstrings_of_modules
 from graphtrain.errors import DataError
-from graphtrain.files import atomic_write
+from graphtrain.files import write_new
 
 _REJECTED_DISTANCE = (
     997  # distance in answers to the rejected one, so that it is from another module
@@ -66,7 +66,7 @@ def _conversation(question: str, answer: str) -> dict[str, Any]:
 def _write(path: str | Path, limit: int, records: Iterable[dict[str, Any]]) -> SampleSize:
     documents = text_bytes = 0
     try:
-        with atomic_write(Path(path)) as file:
+        with write_new(Path(path)) as file:
             for record in records:
                 line = json.dumps(record).encode() + b"\n"
                 if text_bytes + len(line) > limit:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphtrain.errors import DataError
-from graphtrain.files import atomic_write
+from graphtrain.files import write_new
 
 SAMPLE_PARTS = ("topics", "docstrings", "sources")
 
@@ -69,7 +69,7 @@ def write_sample(
     """
     documents = text_bytes = 0
     try:
-        with atomic_write(Path(path)) as file:
+        with write_new(Path(path)) as file:
             for source, text in _documents(include):
                 size = len(text.encode())
                 if text_bytes + size > limit:

@@ -11,6 +11,8 @@ from graphtrain.data.tokenizers.special_tokens import TOKENIZER_CONFIG
 from graphtrain.errors import DataError
 from sharding_rules.documents import DocumentError, read_bytes
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", f"tokenizer{SUFFIX}")
+
 
 def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
     """Load a tokenizer.
@@ -76,7 +78,7 @@ def check_no_eod(eod: str | None) -> None:
 
 def _tokenizer_in_folder(folder: Path) -> Path:
     """Return the path of the tokenizer in a folder, for example of a model."""
-    for name in ("tokenizer.json", "tokenizer.model", f"tokenizer{SUFFIX}"):
+    for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             return folder / name
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():

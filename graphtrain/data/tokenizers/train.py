@@ -8,8 +8,11 @@ from typing import Any
 from graphtrain.data.prepare.text import training_texts
 from graphtrain.data.readers.corpus import Corpus
 from graphtrain.data.tokenizers.huggingface import train_bpe
+from graphtrain.data.tokenizers.open import TOKENIZER_FILES, load_tokenizer
+from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
+from graphtrain.files import output_exists
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,25 @@ def train_tokenizer(
 
     Raises:
         DataError: an input cannot be used, or the text is too small for the vocabulary.
+        OutputExists: the directory has another tokenizer.
     """
     learn = {"sentencepiece": train_sentencepiece, "bpe": train_bpe}[kind]
     tokenizer = learn(training_texts(Corpus.from_inputs(inputs, **corpus), report), vocab, special)
+    _check_output(Path(output), tokenizer)
     try:
         names = tokenizer.save(Path(output))
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
     return TrainedTokenizer(Path(output) / names[0], tokenizer.vocab)
+
+
+def _check_output(directory: Path, tokenizer: Tokenizer) -> None:
+    """Refuse to replace another tokenizer."""
+    for name in TOKENIZER_FILES:
+        if (directory / name).exists():
+            try:
+                if load_tokenizer(directory / name).digest == tokenizer.digest:
+                    continue
+            except DataError:  # no tokenizer, or a damaged one
+                pass
+            raise output_exists(directory / name)
