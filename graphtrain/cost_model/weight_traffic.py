@@ -144,7 +144,8 @@ def _lookup_gradient(
     """Yield the sum of an embedding's gradient. The arguments are those of _dense_gradient().
 
     It is summed where its shard is, if the gradients of the looked-up rows are fewer bytes to send
-    there. If only some axes of sequences store shards, the complete sum is made everywhere.
+    there. If only some axes of sequences store shards, all rows are gathered, or the complete sum
+    is made everywhere, whichever is smaller.
     """
     mesh, sizes = program.mesh, DeviceSizes.of(program)
     to_moments = tuple(axis for axis in others if axis in weight.optimizer)
@@ -154,12 +155,16 @@ def _lookup_gradient(
     permute = partial(
         collective, "collective-permute", (*axes, *kept, *weight.in_use), times, mesh=mesh
     )
+    rows, dtype = _looked_up_rows(program)
     if axes and not set(kept) <= of_positions:
+        if (gathered := rows * mesh.size((*axes, *kept))) < gradient:
+            everyone = (*axes, *kept)
+            yield collective("all-gather", everyone, times, gathered, mesh=mesh, dtype=dtype)
+            return
         yield from _sums(program, (*axes, *kept), times, gradient)
         if weight.in_use:
             yield permute(gradient / mesh.size(axes), dtype="f32")
         return
-    rows, dtype = _looked_up_rows(program)
     rows *= mesh.size(kept)  # of all positions
     if not axes or rows > gradient or weight.path != "embedding/tokens":
         yield from _dense_gradient(program, weight, scattered, others, times)
