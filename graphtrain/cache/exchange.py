@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,12 +25,18 @@ from functools import partial
 from typing import TypeVar
 
 from graphtrain.cache.layout import LAYOUT, is_digest
-from graphtrain.cache.programs import MAX_JSON_BYTES, UnusableEntry, decode_record
+from graphtrain.cache.programs import (
+    MAX_JSON_BYTES,
+    UnusableEntry,
+    check_imported,
+    decode_record,
+)
 from graphtrain.cache.remote import ObjectStore, UnusableObject
 from graphtrain.cache.store import Cache
 from graphtrain.cache.trust import (
     MAX_ENVELOPE_BYTES,
     KeyStore,
+    UnknownSigner,
     UntrustedError,
     default_directory,
 )
@@ -55,6 +61,9 @@ class TransferResult:
         default_factory=list
     )  # reasons of the programs and requests that were not transferred
     missing: list[str] = field(default_factory=list)  # requests missing from the remote cache
+    replaced: list[str] = field(
+        default_factory=list
+    )  # why a pull would have refused what the remote cache had; it was sent again
     nbytes: int = 0  # transferred bytes of records and payloads
 
 
@@ -83,6 +92,8 @@ def push(
     requests: Iterable[str] | None = None,
     observe: ProgressCallback = lambda finished, total: None,
     listing: RemoteListing | None = None,
+    *,
+    verify: bool = False,
 ) -> TransferResult:
     """Upload programs and requests that the remote cache lacks; skip damaged ones as refused.
 
@@ -93,6 +104,7 @@ def push(
         requests: digests of requests; None for all.
         observe: called after each transfer.
         listing: contents of the remote cache, if known.
+        verify: read what the remote cache has already, and send again what a pull would refuse.
 
     Raises:
         CacheError: there is no signing key, or the remote cache is not writable.
@@ -101,6 +113,8 @@ def push(
     program_by_request = cache.stored_programs(requests)
     remote_listing = listing or RemoteListing.of(remote)
     result = TransferResult()
+    if verify:
+        remote_listing = _accepted(cache, remote, keys, program_by_request, remote_listing, result)
     programs = sorted({*program_by_request.values()} - remote_listing.programs)
     requests = sorted({*program_by_request} - remote_listing.requests)
     transfers = _Transfers(len(programs) + len(requests), observe)
@@ -163,12 +177,10 @@ def pull(
 
     def fetch_request(digest: str) -> None:
         with _record_rejections(result):
-            text = remote.get(_request_name(digest), _MAX_REQUEST_BYTES)
+            text = _read_request(cache, remote, keys, digest)
             if text is None:
                 result.missing.append(digest)
                 return
-            label = f"{remote.url}: request {digest}"
-            keys.verify(_envelope(remote, text, label), _request_statement(digest, text), label)
             programs[digest], texts[digest] = cache.program_of_request_file(text, digest), text
 
     def fetch_program(digest: str) -> None:
@@ -214,6 +226,45 @@ def pull_from_shared_cache(
         log(f"fetched {len(result.requests)} programs from {url}")
 
 
+def _accepted(
+    cache: Cache,
+    remote: ObjectStore,
+    keys: KeyStore,
+    program_by_request: Mapping[str, str],
+    listing: RemoteListing,
+    result: TransferResult,
+) -> RemoteListing:
+    """Return a listing without what a pull would refuse, of what the local cache has.
+
+    Objects that only an unknown key signed are left to its owner.
+    """
+    refused: set[str] = set()
+
+    def check(digest: str, read: Callable[[str], object]) -> None:
+        try:
+            read(digest)
+        except UnknownSigner:
+            return
+        except (UntrustedError, UnusableObject) as error:
+            refused.add(digest)
+            result.replaced.append(str(error))
+
+    def read_request(digest: str) -> None:
+        text = _read_request(cache, remote, keys, digest)
+        if text is None:
+            raise UntrustedError(f"{remote.url}: request {digest} is missing")
+
+    def read_program(digest: str) -> None:
+        _read_program(remote, keys, digest)
+
+    programs = sorted(listing.programs & {*program_by_request.values()})
+    requests = sorted(listing.requests & {*program_by_request})
+    quiet = _Transfers(0, lambda *_: None)
+    quiet.run(partial(check, read=read_program), programs)
+    quiet.run(partial(check, read=read_request), requests)
+    return RemoteListing(listing.requests - refused, listing.programs - refused)
+
+
 def _send_program(
     remote: ObjectStore, keys: KeyStore, digest: str, record: bytes, payload: bytes
 ) -> None:
@@ -222,9 +273,19 @@ def _send_program(
     remote.put(_record_name(digest), record)
 
 
-def _fetch_program(
-    cache: Cache, remote: ObjectStore, keys: KeyStore, digest: str, result: TransferResult
-) -> None:
+def _read_request(cache: Cache, remote: ObjectStore, keys: KeyStore, digest: str) -> bytes | None:
+    """Return the file of a request, after verifying it; None if the remote cache lacks it."""
+    text = remote.get(_request_name(digest), _MAX_REQUEST_BYTES)
+    if text is None:
+        return None
+    label = f"{remote.url}: request {digest}"
+    keys.verify(_envelope(remote, text, label), _request_statement(digest, text), label)
+    cache.program_of_request_file(text, digest)
+    return text
+
+
+def _read_program(remote: ObjectStore, keys: KeyStore, digest: str) -> tuple[bytes, bytes]:
+    """Return record and payload of a program, after verifying them."""
     label = f"{remote.url}: program {digest}"
     record = remote.get(_record_name(digest), _MAX_RECORD_BYTES)
     if record is None:
@@ -235,6 +296,17 @@ def _fetch_program(
         raise UntrustedError(f"{label}: its record or payload is missing; push it again")
     if statement != _program_statement(digest, record, payload):
         raise _tampered(label, signer)
+    try:
+        check_imported(record, payload, digest)
+    except UnusableEntry as error:
+        raise UntrustedError(f"{label}: {error}") from error
+    return record, payload
+
+
+def _fetch_program(
+    cache: Cache, remote: ObjectStore, keys: KeyStore, digest: str, result: TransferResult
+) -> None:
+    record, payload = _read_program(remote, keys, digest)
     cache.import_program(digest, record, payload)
     result.programs.append(digest)
     result.nbytes += len(record) + len(payload)

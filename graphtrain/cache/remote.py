@@ -48,6 +48,11 @@ class ObjectStore:
         self._directory = None if "://" in url else Path(url).expanduser().absolute()
         self._store = _open(url, retry_seconds, create)
 
+    @property
+    def is_directory(self) -> bool:
+        """Whether the store is a directory, which can be read without a network protocol."""
+        return self._directory is not None
+
     def names(self, prefix: str) -> Iterator[str]:
         """Yield the names of all objects under a directory such as "v1/requests/".
 

@@ -34,6 +34,10 @@ class UntrustedError(CacheError):
     """A program or request from a remote cache is not accepted."""
 
 
+class UnknownSigner(UntrustedError):
+    """It is not signed by any key that the user trusts, and may be as its owner wrote it."""
+
+
 class KeyStore:
     """The user's private signing key, and the public keys whose programs may be loaded."""
 
@@ -152,7 +156,8 @@ class KeyStore:
             what: name of the signed object in errors.
 
         Raises:
-            UntrustedError: not an envelope, or not signed by a trusted key.
+            UntrustedError: not an envelope, or the signature of a trusted key is wrong.
+            UnknownSigner: not signed by a trusted key.
         """
         with optional_import("a signature"):
             from securesystemslib.dsse import Envelope
@@ -164,14 +169,20 @@ class KeyStore:
             statement = json.loads(parsed_envelope.payload)
         except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
             raise UntrustedError(f"{what}: its signature is not a DSSE envelope") from None
-        for name, key in self.trusted().items():
+        trusted = self.trusted()
+        for name, key in trusted.items():
             try:
                 parsed_envelope.verify([_as_key(key)], 1)
             except VerificationError:
                 continue
             return name, statement
+        for name, key in trusted.items():
+            if key["keyid"] in parsed_envelope.signatures:
+                raise UntrustedError(
+                    f"{what}: the signature of key {name!r} is not valid; it was tampered with"
+                )
         signers = ", ".join(keyid[:12] for keyid in parsed_envelope.signatures) or "nobody"
-        raise UntrustedError(
+        raise UnknownSigner(
             f"{what}: signed by {signers}, which is not a trusted key; to trust it, get the public "
             "key from its owner and run: graphtrain cache key trust NAME FILE"
         )

@@ -13,7 +13,7 @@ from rich.console import Console
 from graphtrain.cache import Cache, CacheEntry, Explanation
 from graphtrain.cache.key import CacheKey
 from graphtrain.cache.sizes import format_size
-from graphtrain.cli.cache_sharing import exchange, exchange_options, key
+from graphtrain.cli.cache_sharing import exchange, exchange_options, key, verify_option
 from graphtrain.cli.options import (
     Size,
     config_argument,
@@ -262,12 +262,13 @@ def _print_json(value: Any) -> None:
 
 @command.command("push")
 @exchange_options
+@verify_option
 @_store
 def push(cache: Cache, **options: Any) -> None:
     """Sign programs with your key and upload them to STORE, a directory or a URL.
 
     Sends the programs that CONFIGS need, or every program if none is given. Programs that STORE
-    already has are skipped.
+    already has undamaged are skipped.
     """
     exchange(["push"], cache, **options)
 
@@ -286,6 +287,7 @@ def pull(cache: Cache, **options: Any) -> None:
 
 @command.command("sync")
 @exchange_options
+@verify_option
 @_new_store
 def sync(cache: Cache, **options: Any) -> None:
     """Pull from STORE, then push to it."""

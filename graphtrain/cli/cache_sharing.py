@@ -42,6 +42,14 @@ def exchange_options(function: Callable) -> Callable:
     return function
 
 
+verify_option = click.option(
+    "--verify/--no-verify",
+    default=None,
+    help="Read what STORE already has, and send again what a pull would refuse. [default: only if "
+    "STORE is a directory]",
+)
+
+
 def exchange(
     verbs: Sequence[str],
     cache: Cache,
@@ -50,8 +58,14 @@ def exchange(
     target: str | None,
     overrides: Sequence[str],
     as_json: bool,
+    verify: bool | None = None,
 ) -> None:
-    """Push, pull, or both in the given order, and print what was sent and received."""
+    """Push, pull, or both in the given order, and print what was sent and received.
+
+    Args:
+        verify: whether to send again what the store has and a pull would refuse; None: if the store
+            is a directory.
+    """
     from graphtrain.cache import exchange
     from graphtrain.cache.remote import ObjectStore
     from graphtrain.cache.trust import KeyStore, default_directory
@@ -62,7 +76,13 @@ def exchange(
     results = {}
     for verb in verbs:
         with _progress(verb) as observe:
-            results[verb] = getattr(exchange, verb)(cache, remote, keys, chosen, observe, listed)
+            if verb == "pull":
+                results[verb] = exchange.pull(cache, remote, keys, chosen, observe, listed)
+            else:
+                checked = remote.is_directory if verify is None else verify
+                results[verb] = exchange.push(
+                    cache, remote, keys, chosen, observe, listed, verify=checked
+                )
     if as_json:
         click.echo(json.dumps({verb: vars(result) for verb, result in results.items()}))
     else:
@@ -89,6 +109,8 @@ def _requests(
 def _print(verb: str, store: str, result: TransferResult) -> None:
     for reason in result.rejected:
         say(f"refused: {reason}")
+    for reason in result.replaced:
+        say(f"damaged, sent again: {reason}")
     click.echo(
         f"{verb} {store}: {len(result.programs)} programs, {format_size(result.nbytes)}, "
         f"{len(result.requests)} requests"

@@ -212,3 +212,25 @@ def test_names_in_a_cache_cannot_command_the_terminal(tmp_path):
     for words in (["ls"], ["verify"], ["show", key.digest], ["ls", "--json"]):
         output = CliRunner().invoke(command, [*words, "--cache", str(cache.root)]).output
         assert output and CONTROL.isdisjoint(output.replace("\n", "")) and "\u202e" not in output
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_a_push_repairs_what_a_pull_would_refuse(store, honest, keys, tmp_path, kind):
+    path, mine = victim_of(store, kind), Cache(honest.parent / "cache")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    remote = ObjectStore(str(store))
+    assert not push(mine, remote, keys).replaced
+    sent = push(mine, remote, keys, verify=True)
+    assert sent.replaced and len(sent.programs) + len(sent.requests) == len(sent.replaced)
+    assert not push(mine, remote, keys, verify=True).replaced
+    result = pull(Cache(tmp_path / "cache"), remote, keys)
+    assert len(result.programs) == 3 and not result.rejected
+
+
+def test_a_push_leaves_what_an_unknown_key_signed(store, honest, tmp_path):
+    others = KeyStore(tmp_path / "keys")
+    others.create()
+    sent = push(Cache(honest.parent / "cache"), ObjectStore(str(store)), others, verify=True)
+    assert not sent.replaced and not sent.programs and not sent.requests
