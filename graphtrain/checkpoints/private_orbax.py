@@ -126,6 +126,10 @@ def before_commit(action: Callable[[Path], None]) -> Any:
     return CommittedPath
 
 
+# Logged of a damaged _CHECKPOINT_METADATA, Orbax's notes on a checkpoint, which are not used.
+_UNREADABLE_NOTES = "Failed to json parse Metadata file"
+
+
 class _BackgroundErrors(logging.Filter):
     """Filter of Orbax's log that notes the errors of its threads and drops their tracebacks."""
 
@@ -135,6 +139,8 @@ class _BackgroundErrors(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
+        if str(record.msg).startswith(_UNREADABLE_NOTES):
+            return False
         if "orbax" not in record.pathname or not isinstance(error, Exception):
             return True
         if record.threadName != "MainThread":
@@ -147,15 +153,18 @@ _filter = _BackgroundErrors()
 
 @dataclass(frozen=True)
 class _UnraisableHook:
-    """Hook that leaves out what follows from a failed write.
+    """Hook that leaves out what follows from a failed read or write, which Orbax raises.
 
-    Orbax closes its event loop while TensorStore still writes other arrays, which find it closed.
+    Orbax closes its event loop while TensorStore still completes other arrays, whose results are
+    not used: their callbacks find it closed. Python code did not call them.
     """
 
     previous: Callable[[Any], Any]
 
     def __call__(self, unraisable: Any) -> None:
-        if not (_filter.noted and str(unraisable.exc_value) == "Event loop is closed"):
+        trace = unraisable.exc_traceback
+        is_callback = trace and trace.tb_frame.f_code.co_name == "call_soon_threadsafe"
+        if not (is_callback and str(unraisable.exc_value) == "Event loop is closed"):
             self.previous(unraisable)
 
 

@@ -3,8 +3,11 @@
 Run these first with a new version of Orbax. A failure names the function and what to do.
 """
 
+import asyncio
+import sys
 import tracemalloc
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +180,20 @@ def test_the_error_of_a_background_thread_is_noted_and_its_traceback_left_out(tm
     assert errors and "No space left" in str(errors[0])
     assert not capfd.readouterr().err
     assert private_orbax.background_errors() == []
+
+
+def test_an_operation_that_finds_the_event_loop_closed_is_not_printed(monkeypatch):
+    unraisable, other = [], SimpleNamespace(exc_value=ValueError("other"), exc_traceback=None)
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    private_orbax.background_errors()
+    loop = asyncio.new_event_loop()
+    loop.close()
+    with pytest.raises(RuntimeError) as closed:
+        loop.call_soon_threadsafe(print)
+    trace = closed.tb.tb_next  # as if C++ code had called it
+    sys.unraisablehook(SimpleNamespace(exc_value=closed.value, exc_traceback=trace))
+    sys.unraisablehook(other)
+    assert unraisable == [other]
 
 
 @canary("caused_by_lost_peer")
