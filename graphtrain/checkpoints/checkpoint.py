@@ -121,14 +121,19 @@ def _lowest(losses: Mapping[int, float]) -> int:
     return min(losses, key=lambda step: (losses[step], -step))
 
 
-def _saved_validation_losses(directory: Path) -> dict[int, float]:
+def _saved_validation_losses(directory: Path, *, skip_damaged: bool = False) -> dict[int, float]:
     """Return the validation loss by step, of the checkpoints that were saved with one."""
-    losses = {step: read_checkpoint_info(directory, step) for step in saved_steps(directory)}
-    return {
-        step: info.validation_loss
-        for step, info in losses.items()
-        if info.validation_loss is not None
-    }
+    losses = {}
+    for step in saved_steps(directory):
+        try:
+            loss = read_checkpoint_info(directory, step).validation_loss
+        except TrainingError:
+            if not skip_damaged:
+                raise
+            continue
+        if loss is not None:
+            losses[step] = loss
+    return losses
 
 
 def check_directory(directory: Path) -> None:
@@ -200,7 +205,12 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        metadata: dict[str, Any] = {"loader": dict(loader), "arrays": _arrays(state), **records}
+        metadata: dict[str, Any] = {
+            "step": step,
+            "loader": dict(loader),
+            "arrays": _arrays(state),
+            **records,
+        }
         if validation_loss is not None:
             metadata["validation_loss"] = validation_loss
         if self._arrangement is not None and self._arrangement.rows is not None:
@@ -357,7 +367,10 @@ class Checkpoints:
             self._errors = private_orbax.background_errors()
             registry = private_orbax.whole_shard_handlers()
             if self._keep_best:
-                self._validation_losses = _saved_validation_losses(self._directory)
+                # A damaged checkpoint is reported when it is used.
+                self._validation_losses = _saved_validation_losses(
+                    self._directory, skip_damaged=True
+                )
             self._opened = ocp.CheckpointManager(
                 self._directory,
                 item_handlers={
@@ -426,12 +439,17 @@ def read_checkpoint_info(directory: Path, step: int) -> CheckpointInfo:
     """Read the metadata of a checkpoint, a small JSON file written by Orbax.
 
     Raises:
+        DamagedCheckpoint: it is a copy of the checkpoint of another step.
         TrainingError: the metadata cannot be read.
     """
     checkpoint_path = directory / str(step)
     with checkpoint_errors(checkpoint_path, "read; remove it to resume from an earlier checkpoint"):
         metadata = private_orbax.read_json_item(checkpoint_path, "about")
         validate(_Metadata, metadata)
+        if (saved := metadata.get("step", step)) != step:  # earlier versions did not record it
+            raise DamagedCheckpoint(
+                checkpoint_path, f"it is a copy of step {saved}, under the name of step {step}"
+            )
         rows = metadata.get("rows")
         return CheckpointInfo(
             metadata["loader"],

@@ -195,6 +195,7 @@ def _write_zeros(target_path: Path, info: CheckpointInfo, strategy: Strategy) ->
         {path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in strategy.arrays}
     )
     metadata = {
+        "step": int(target_path.name),
         "loader": info.data_position,
         "arrays": {
             path: [array["shape"], array["dtype"]] for path, array in strategy.arrays.items()

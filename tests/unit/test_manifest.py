@@ -1,3 +1,5 @@
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -132,3 +134,10 @@ def test_the_manifest_of_another_directory_lies_beside_it(tmp_path):
     (tmp_path / "files" / "tokenizer.json").write_text("[]")
     with pytest.raises(DamagedCheckpoint, match=r"tokenizer.json does not have the SHA-256"):
         verify_files(tmp_path / "files", tmp_path / "files.json")
+
+
+def test_a_copied_checkpoint_is_not_believed_by_its_name(tmp_path):
+    shutil.copytree(save(tmp_path), tmp_path / "50")
+    with pytest.raises(DamagedCheckpoint, match="50 is damaged: it is a copy of step 1, under the"):
+        restore(tmp_path, 50)
+    np.testing.assert_array_equal(restore(tmp_path, 1), STATE["parameters"]["head"])
