@@ -35,7 +35,7 @@ class UntrustedError(CacheError):
 
 
 class UnknownSigner(UntrustedError):
-    """It is not signed by any key that the user trusts, and may be as its owner wrote it."""
+    """No key that the user trusts signed it; it may be as its owner wrote it."""
 
 
 class KeyStore:
