@@ -16,7 +16,7 @@ from lowering.machine import startup
 from sharding_rules.documents import DocumentError, read_bytes
 
 Record = Mapping[str, float | int | None]
-_NAME = "metrics.jsonl"
+METRICS_NAME = "metrics.jsonl"
 _MAX_BYTES = 16 << 30  # a record has some 300 bytes
 
 # Every name in a record, with its meaning; docs/reference/metrics.md is made from it.
@@ -62,7 +62,7 @@ class Journal:
                 not begin with it is damaged: it is copied, with a warning, and its readable records
                 are kept.
         """
-        self._path = directory / _NAME
+        self._path = directory / METRICS_NAME
         with write_errors(directory):
             kept = _drop_records_after(self._path, after, written)
             self._jsonl_file = self._path.open("a")
@@ -115,12 +115,12 @@ def read_journal(directory: Path) -> list[dict[str, Any]]:
 
     Lines that are no record are skipped, with one warning for all of them.
     """
-    path = directory / _NAME
+    path = directory / METRICS_NAME
     records, damaged = _parse(_content(path))
     if damaged:
         lines = ", ".join(map(str, damaged[:10]))
-        warnings.warn(
-            f"{path}: {len(damaged)} damaged lines are left out (line {lines})", stacklevel=2
+        warnings.warn(  # from one place, so that it is shown once however many read the file
+            f"{path}: {len(damaged)} damaged lines are left out (line {lines})", stacklevel=1
         )
     return records
 

@@ -34,7 +34,7 @@ from graphtrain.run.batch_placement import BatchPlacement, index_share
 from graphtrain.run.callbacks import Callback, check_callbacks, notify
 from graphtrain.run.data_check import DataCheck
 from graphtrain.run.directory_lock import locked_run_directory
-from graphtrain.run.earlier_runs import set_aside
+from graphtrain.run.earlier_runs import set_aside, set_metrics_aside
 from graphtrain.run.events import RunStart, RunSummary
 from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.run.learning_rate import learning_rate
@@ -272,6 +272,8 @@ def _open_journal(
     directory, start = Path(config.run.directory), resumption.start
     if resumption.fresh and (earlier := set_aside(directory)):
         warnings.warn(f"moved the earlier run to {earlier}", stacklevel=1)
+    if not start and (message := set_metrics_aside(directory)):
+        warnings.warn(message, stacklevel=1)
     info = resumption.info if start else None
     if info is not None and (note := schedule_note(config.run, info.identity, start)):
         warnings.warn(note, stacklevel=1)

@@ -1,6 +1,9 @@
+import warnings
+
 import pytest
 
 from graphtrain.errors import TrainingError
+from graphtrain.run.earlier_runs import set_metrics_aside
 from graphtrain.run.log import RunLog
 from graphtrain.run.metrics import Journal, read_journal
 
@@ -59,3 +62,23 @@ def test_event_files_that_cannot_be_flushed_do_not_hide_the_error_of_the_run(tmp
     journal.write({"step": 7, "loss": 0.5})
     monkeypatch.setattr(journal._tensorboard_writer, "close", fail)
     journal.close()
+
+
+def test_metrics_of_a_run_without_a_checkpoint_are_moved_and_not_replaced(tmp_path):
+    assert set_metrics_aside(tmp_path) is None
+    write(tmp_path, [1, 2], after=0)
+    message = set_metrics_aside(tmp_path)
+    assert message and "but no checkpoint of it" in message and f"{tmp_path}/earlier/1" in message
+    assert [record["step"] for record in read_journal(tmp_path / "earlier/1")] == [1, 2]
+    assert set_metrics_aside(tmp_path) is None
+
+
+def test_a_damaged_line_is_reported_once_by_all_who_read_it(tmp_path):
+    write(tmp_path, [1], after=0)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("damage\n")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        read_journal(tmp_path)
+        read_again = read_journal(tmp_path)
+    assert len(shown) == 1 and len(read_again) == 1
