@@ -50,7 +50,7 @@ class ObjectStore:
 
     @property
     def is_directory(self) -> bool:
-        """Whether the store is a directory, which can be read without a network protocol."""
+        """Return whether the store is a directory, which is read without a network."""
         return self._directory is not None
 
     def names(self, prefix: str) -> Iterator[str]:
