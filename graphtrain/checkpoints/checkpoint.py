@@ -249,7 +249,7 @@ class Checkpoints:
         info = read_checkpoint_info(self._directory, step)
         if self._arrangement is not None and (rows := self._arrangement.reordering_from(info.rows)):
             with checkpoint_errors(
-                checkpoint_path, "read; remove it to resume from an earlier checkpoint"
+                checkpoint_path, "read; move it away to resume from an earlier checkpoint"
             ):
                 state = _load_reordered(checkpoint_path, info, described, self._arrangement, *rows)
             return RestoredState(step, state, info.data_position)
@@ -260,7 +260,7 @@ class Checkpoints:
             partial_restore=True,
         )
         with checkpoint_errors(
-            checkpoint_path, "read; remove it to resume from an earlier checkpoint"
+            checkpoint_path, "read; move it away to resume from an earlier checkpoint"
         ):
             state = self._restore(step, state=restore_args)["state"]
         return RestoredState(step, state, info.data_position)
@@ -443,7 +443,9 @@ def read_checkpoint_info(directory: Path, step: int) -> CheckpointInfo:
         TrainingError: the metadata cannot be read.
     """
     checkpoint_path = directory / str(step)
-    with checkpoint_errors(checkpoint_path, "read; remove it to resume from an earlier checkpoint"):
+    with checkpoint_errors(
+        checkpoint_path, "read; move it away to resume from an earlier checkpoint"
+    ):
         metadata = private_orbax.read_json_item(checkpoint_path, "about")
         validate(_Metadata, metadata)
         if (saved := metadata.get("step", step)) != step:  # earlier versions did not record it

@@ -94,17 +94,22 @@ def graphtrain_to_hf(
     with --adapter it is written alone, in the format of PEFT.
     """
     from graphtrain.checkpoints.checkpoint import named_step
-
-    chosen = named_step(source / "checkpoints", step)
-    if adapter:
-        from graphtrain.weights.peft import export_peft
-
-        _print_summary(export_peft(source, destination, chosen), destination, as_json)
-        return
+    from graphtrain.checkpoints.pruned import read_checkpoint
     from graphtrain.weights.convert import export_hugging_face
+    from graphtrain.weights.peft import export_peft
 
-    with _progress() as show:
-        summary = export_hugging_face(source, destination, show, chosen)
+    directory, chosen = source / "checkpoints", named_step(source / "checkpoints", step)
+    if adapter:
+        _, summary = read_checkpoint(
+            directory, chosen, lambda step: export_peft(source, destination, step)
+        )
+    else:
+        with _progress() as show:
+            _, summary = read_checkpoint(
+                directory,
+                chosen,
+                lambda step: export_hugging_face(source, destination, show, step),
+            )
     _print_summary(summary, destination, as_json)
 
 
@@ -130,12 +135,17 @@ def reshard(source: Path, destination: Path, to: Path, step: StepName, as_json: 
     import jax
 
     from graphtrain.checkpoints.checkpoint import named_step
+    from graphtrain.checkpoints.pruned import read_checkpoint
     from graphtrain.checkpoints.reshard import reshard as make
 
     jax.config.update("jax_platforms", "cpu")  # Orbax would initialize an accelerator
     chosen = named_step(source / "checkpoints", step)
     with _progress() as show:
-        summary = make(source, destination, to, show, chosen)
+        _, summary = read_checkpoint(
+            source / "checkpoints",
+            chosen,
+            lambda step: make(source, destination, to, show, step),
+        )
     if as_json:
         _print_summary_json(summary, destination)
         return

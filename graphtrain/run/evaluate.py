@@ -16,6 +16,7 @@ from graphtrain.checkpoints.checkpoint import (
     restore_parameters,
     saved_steps,
 )
+from graphtrain.checkpoints.pruned import read_checkpoint
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config, Data, Program, Run
 from graphtrain.data.batches.blend import blend_counts
@@ -177,13 +178,17 @@ def checkpoint_loss(
         raise TrainingError(
             f"no such checkpoint in {directory}; available steps: {available_steps}"
         )
-    step = steps[-1] if steps and step is None else step or 0
     evaluate = LoadedPrograms(program, cache, ["evaluate"], compile_hint)["evaluate"]
     with lowering.backend(program.target).forbid_tracing():
         described = evaluate.inputs("parameters")
         if steps:
-            parameters = restore_parameters(
-                directory, step, described, layer_order_of(program), program.settings
+            order = layer_order_of(program)
+            step, parameters = read_checkpoint(
+                directory,
+                step,
+                lambda step: restore_parameters(
+                    directory, step or 0, described, order, program.settings
+                ),
             )
         else:
             assert initial_weights is not None
@@ -204,7 +209,7 @@ def checkpoint_loss(
         )
         loss = validation_loss(evaluate, weights, batches, program.target)
     assert loss is not None  # no evaluation is given up here
-    return Evaluation(step, loss, perplexity(loss))
+    return Evaluation(step or 0, loss, perplexity(loss))
 
 
 def perplexity(loss: float) -> float:

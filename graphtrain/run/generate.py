@@ -13,6 +13,7 @@ import numpy as np
 import lowering
 from graphtrain.cache import Cache
 from graphtrain.checkpoints.checkpoint import layer_order_of, restore_parameters, saved_steps
+from graphtrain.checkpoints.pruned import read_checkpoint
 from graphtrain.compile.driver import compile_tasks
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.compile.tasks import Observer, Task
@@ -163,9 +164,7 @@ class Generator:
             GraphtrainError: a graph cannot be compiled, or there are no weights.
         """
         self._program = generation_program(program)
-        step = _checkpoint_step(run, step)
-        checkpoint = None if step is None else f"{run.directory}/checkpoints/{step}"
-        self._weights_path = checkpoint or run.init_from
+        _check_step(run, step)
         keys = request_keys(self._program, _NAMES)
         tasks = [Task(name, self._program, name, keys[name]) for name in _NAMES]
         for outcome in compile_tasks(tasks, cache, observe=observe).outcomes:
@@ -175,7 +174,13 @@ class Generator:
         self._graphs = LoadedPrograms(self._program, cache, _NAMES, "graphtrain generate")
         with self._backend.forbid_tracing():
             described = self._graphs["prefill"].inputs("parameters")
-            self._parameters = _weights(program, run, self._program, described, step)
+            read, self._parameters = read_checkpoint(
+                Path(run.directory) / "checkpoints",
+                step,
+                lambda step: _weights(program, run, self._program, described, step),
+            )
+        checkpoint = None if read is None else f"{run.directory}/checkpoints/{read}"
+        self._weights_path = checkpoint or run.init_from
 
     def tokens(
         self,
@@ -239,18 +244,16 @@ class Generator:
         return outputs["kept"], np.asarray(outputs["scores"])[0, last]
 
 
-def _checkpoint_step(run: Run, step: int | None) -> int | None:
-    """Return the step of the checkpoint to read, the last by default; None for run.init_from.
+def _check_step(run: Run, step: int | None) -> None:
+    """Check that there is a checkpoint to read, or run.init_from instead of the last one.
 
     Raises:
         TrainingError: there is neither, or the run would start from an adapter.
     """
     directory = Path(run.directory) / "checkpoints"
     steps = saved_steps(directory)
-    if steps and step is None:
-        return steps[-1]
-    if step in steps:
-        return step
+    if step in steps or (steps and step is None):
+        return
     if step is not None or run.init_from is None:
         available_steps = ", ".join(map(str, steps)) or "none"
         raise TrainingError(
@@ -262,7 +265,6 @@ def _checkpoint_step(run: Run, step: int | None) -> int | None:
             "remove "
             "it to generate with run.init_from alone, or train first (graphtrain run)"
         )
-    return None
 
 
 def _weights(
