@@ -97,12 +97,14 @@ def _location_of(source: ConfigSource, path: KeyPath) -> str:
 
 
 def _untagged(location: KeyPath) -> KeyPath:
-    """Remove the tag that pydantic adds for the kind of model."""
+    """Remove the tag that pydantic adds for the kind of model, or for a blend."""
     inside = location[:2] == ("program", "model") and location[2:3] in (
         ("native",),
         ("imported",),
         ("flax",),
     )
+    if location[3:4] == ("tuple[BlendPart, ...]",):  # run.data.train as a blend
+        return location[:3] + location[4:]
     return location[:2] + location[3:] if inside else location
 
 

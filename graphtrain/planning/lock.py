@@ -55,12 +55,19 @@ def lock_diff(locked: str, assessment: Assessment) -> list[str]:
     """Compare a lock with an assessment; return the lines of a diff, empty if they agree.
 
     Raises:
-        PlanError: one of them is from the compiler and the other is an estimate.
+        PlanError: the lock is damaged, or one of them is from the compiler and the other is an
+            estimate.
     """
     now = lock_text(assessment)
     before, after = list(_significant_lines(locked)), list(_significant_lines(now))
     if before == after:
         return []
+    is_whole = any(line.startswith("[collectives]") for line in before)
+    if not is_whole or _source(before) not in ("compiler", "estimate"):
+        raise PlanError(
+            "the lock is damaged: its [memory] or [collectives] section is missing; restore it "
+            "from version control, or write it again: graphtrain plan lock CONFIG"
+        )
     sources = _source(before), _source(after)
     if sources[0] != sources[1]:
         reason = assessment.note or "use --no-compile for both or neither, or rewrite the lock"

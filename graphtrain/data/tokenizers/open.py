@@ -83,6 +83,13 @@ def _tokenizer_in_folder(folder: Path) -> Path:
             return folder / name
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         return Path(f"{folder / 'vocab.json'},{folder / 'merges.txt'}")
+    # A dataset of the tokenizer bytes has no file of it; its description is not read here.
+    hint = (
+        "; it contains a dataset: if that was prepared with bytes, pass --tokenizer bytes"
+        if any(folder.glob("*.idx"))
+        else ""
+    )
     raise DataError(
         f"{folder}: contains no tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
+        f"{hint}"
     )

@@ -56,6 +56,10 @@ def test_a_blend_loads_and_renders_back_to_itself(tmp_path, share):
             "must all have a weight, or all have epochs",
         ),
         ("train = []", "run.data.train"),
+        (
+            'train = [{ dataset = "a", wieght = 1.0 }]',
+            r"unknown setting run\.data\.train\.0\.wieght",
+        ),
         ('train = [{ dataset = "a", weight = 0.0 }]', "run.data.train"),
     ],
 )

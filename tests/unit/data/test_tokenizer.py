@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphtrain.data.prepare.text import prepare
 from graphtrain.data.tokenizers.byte import ByteTokenizer
 from graphtrain.data.tokenizers.characters import MAX_CHARACTERS, train_characters
 from graphtrain.data.tokenizers.open import load_tokenizer
@@ -139,3 +140,9 @@ def test_a_damaged_model_is_read_or_refused(learned, tmp_path):
         except DataError as error:
             messages.append(str(error))
     assert messages and all("not a sentencepiece model" in message for message in messages)
+
+
+def test_a_dataset_of_bytes_as_a_tokenizer_says_what_to_pass(make_corpus, tmp_path):
+    prepare([make_corpus(["one", "two"])], tmp_path / "d", "bytes", validation=0)
+    with pytest.raises(DataError, match=r"contains a dataset: .* pass --tokenizer bytes"):
+        load_tokenizer(tmp_path / "d")

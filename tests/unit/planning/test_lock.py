@@ -56,3 +56,10 @@ def test_where_a_collective_comes_from_is_not_locked(vary):
     assert (
         lock_diff(lock_text(assessment), dataclasses.replace(assessment, collectives=moved)) == []
     )
+
+
+@pytest.mark.parametrize("damage", [lambda text: "", lambda text: text[: len(text) // 2]])
+def test_a_damaged_lock_is_said_to_be_damaged(vary, damage):
+    assessment = estimate(vary([]))
+    with pytest.raises(PlanError, match=r"the lock is damaged: .* write it again: graphtrain plan"):
+        lock_diff(damage(lock_text(assessment)), assessment)
