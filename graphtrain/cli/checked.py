@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
-    from graphtrain.checks.problem import Problem
-    from graphtrain.checks.report import Purpose
+    from graphtrain.api.checks.problem import Problem
+    from graphtrain.api.checks.report import Purpose
 
 
 def check(
@@ -26,14 +26,14 @@ def check(
         config: the file.
         overrides: settings that replace its own.
         target: machine that replaces its own.
-        purpose: name of a `Purpose` in graphtrain.checks.report.
+        purpose: name of a `Purpose` in graphtrain.api.checks.report.
         outputs: files that will be written, by the option that names each.
         allowed_changes: settings that may differ from those of the checkpoint.
 
     Raises:
         ConfigError: one line for each problem, with its place.
     """
-    from graphtrain.checks import report
+    from graphtrain.api.checks import report
     from graphtrain.config import load_config
     from graphtrain.errors import ConfigError
 

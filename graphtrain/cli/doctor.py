@@ -18,7 +18,7 @@ def command(cache: Path, as_json: bool) -> None:
 
     Exits with 2 if something that graphtrain requires is missing.
     """
-    from graphtrain.doctor import run_checks
+    from graphtrain.api.doctor import run_checks
 
     findings = run_checks(cache)
     if as_json:

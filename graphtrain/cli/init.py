@@ -44,8 +44,8 @@ def command(directory: Path, like: str, data: tuple[Path, ...], tokenizer: str |
     The sizes of the model, the batch and the tokenizer follow from the amount of text. Nothing that
     exists is replaced.
     """
+    from graphtrain.api.starters.project import create_project
     from graphtrain.cli.data import documents, progress
-    from graphtrain.starters.project import create_project
 
     with progress() as report:
         project = create_project(directory, like, data, tokenizer, report)

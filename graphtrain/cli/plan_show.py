@@ -153,9 +153,7 @@ def show(
 
         click.echo(explanation_lines(plan_answer.causes))
     else:
-        from graphtrain.planning.text import print_answer
-
-        print_answer(console(), plan_answer)
+        plan_answer.print(console())
         _print_imported(program, cache)
     if not plan_answer.fits:
         sys.exit(DOES_NOT_FIT)

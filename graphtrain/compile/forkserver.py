@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.errors import GraphtrainError
-from graphtrain.processes import worker_context
+from lowering.machine.worker_processes import worker_context
 
 _SCRATCH = "graphtrain-compile-"
 _OWNER = "graphtrain-owner"  # file with a process id, in the directory of multiprocessing's socket

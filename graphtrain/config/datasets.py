@@ -1,13 +1,18 @@
 """Settings that follow from the datasets of a run: their paths in a directory, the vocabulary."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from graphtrain.config.schema import Data
+from graphtrain.config.schema import Config, Data
 from graphtrain.errors import ConfigError, DataError
 
 DIRECTORY = ("run", "data", "directory")
+# Rows of an embedding that follow from the data: matrix products are faster with such sizes, and
+# nanoGPT and Megatron-LM round in the same way.
+_VOCAB_MULTIPLE = 64
 
 
 def remove_datasets(document: dict[str, Any]) -> None:
@@ -45,6 +50,29 @@ def _data_table(document: dict[str, Any]) -> dict[str, Any] | None:
     run = document.get("run")
     data = run.get("data") if isinstance(run, dict) else None
     return data if isinstance(data, dict) else None
+
+
+def with_data_vocab(config: Config) -> Config:
+    """Return a configuration whose model has the vocabulary of its training data, padded.
+
+    The rows are a multiple of _VOCAB_MULTIPLE, so that most meshes can shard them and a run can
+    resume on another, and of the number of shards on this mesh.
+
+    Raises:
+        ConfigError: the vocabulary is unknown.
+        LoweringError: the target is unknown.
+        ShardingError: the rules are unknown, or the mesh does not fill the target.
+    """
+    from graphtrain.config.resolve import resolve  # not needed if the vocabulary is set
+
+    tokens, program = data_vocab(config.run.data), config.program
+    resolved = resolve(program)  # with a placeholder for the vocabulary
+    rules = resolved.rules
+    tables = rules.parameters, rules.gradients, rules.optimizer, rules.activations
+    shards = [resolved.mesh.size(table.get("vocab", ())) for table in tables]
+    rows = -tokens % math.lcm(_VOCAB_MULTIPLE, *shards) + tokens
+    model = replace(program.model, vocab=rows, vocab_padding=rows - tokens or None)
+    return replace(config, program=replace(program, model=model))
 
 
 def data_vocab(data: Data) -> int:

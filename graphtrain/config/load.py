@@ -12,7 +12,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from graphtrain.config.datasets import DIRECTORY, apply_data_directory, remove_datasets
+from graphtrain.config.datasets import (
+    DIRECTORY,
+    apply_data_directory,
+    remove_datasets,
+    with_data_vocab,
+)
 from graphtrain.config.lines import KeyPath
 from graphtrain.config.overrides import parse_overrides
 from graphtrain.config.presets import apply_preset
@@ -152,8 +157,6 @@ def _take_vocab_from_data(document: dict[str, Any]) -> bool:
 
 
 def _with_data_vocab(config: Config, name: str) -> Config:
-    from graphtrain.config.resolve import with_data_vocab  # not needed if the vocabulary is set
-
     try:
         return with_data_vocab(config)
     except ConfigError as error:

@@ -1,14 +1,11 @@
 """Resolution of a program: the target, mesh, rules and pipeline stages that its settings name."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from graphtrain.config.datasets import data_vocab
 from graphtrain.config.schema import (
     Adapter,
     Batch,
-    Config,
     Loss,
     Model,
     Optimizer,
@@ -22,10 +19,6 @@ from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
 from sharding_rules.pipeline import Stages
 from sharding_rules.rules import Rules
-
-# Rows of an embedding that follow from the data: matrix products are faster with such sizes, and
-# nanoGPT and Megatron-LM round in the same way.
-_VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
@@ -76,27 +69,6 @@ class ResolvedProgram:
         names = settings.target, settings.mesh, settings.rules
         assert names == (current.target, current.mesh, current.rules), "use resolve()"
         return replace(self, settings=settings, stages=_stages(settings, self.mesh, self.rules))
-
-
-def with_data_vocab(config: Config) -> Config:
-    """Return a configuration whose model has the vocabulary of its training data, padded.
-
-    The rows are a multiple of _VOCAB_MULTIPLE, so that most meshes can shard them and a run can
-    resume on another, and of the number of shards on this mesh.
-
-    Raises:
-        ConfigError: the vocabulary is unknown.
-        LoweringError: the target is unknown.
-        ShardingError: the rules are unknown, or the mesh does not fill the target.
-    """
-    tokens, program = data_vocab(config.run.data), config.program
-    mesh = MeshShape.resolve(asdict(program.mesh), Target.parse(program.target).devices)
-    rules = Rules.load(program.rules)
-    tables = rules.parameters, rules.gradients, rules.optimizer, rules.activations
-    shards = [mesh.size(table.get("vocab", ())) for table in tables]
-    rows = -tokens % math.lcm(_VOCAB_MULTIPLE, *shards) + tokens
-    model = replace(program.model, vocab=rows, vocab_padding=rows - tokens or None)
-    return replace(config, program=replace(program, model=model))
 
 
 def resolve(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from graphtrain.cache import Cache
 from graphtrain.compile.request_keys import request_keys
@@ -17,6 +18,9 @@ from graphtrain.planning.collective_origins import CollectiveOrigin, explain_col
 from graphtrain.planning.ledger import ErrorBar
 from graphtrain.planning.parameters import ParameterCount, count_parameters
 from graphtrain.planning.remedies import Remedy, WithOverrides, find_remedies
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,18 +65,30 @@ class Answer:
 
         from rich.console import Console
 
-        from graphtrain.planning.text import print_answer
-
         text = io.StringIO()
         # Rich would show a notebook's output by itself, and color it.
         console = Console(file=text, width=160, force_jupyter=False, no_color=True, markup=False)
-        print_answer(console, self)
+        self.print(console)
         return text.getvalue()
 
-    def _repr_html_(self) -> str:
-        from graphtrain.planning.text import answer_as_html
+    def print(self, console: Console) -> None:
+        """Print the output of the command on a console of rich."""
+        from graphtrain.planning.text import print_assessment
 
-        return answer_as_html(self)
+        print_assessment(
+            console,
+            self.program,
+            self.assessment,
+            parameters=self.parameters,
+            error_bars=self.error_bars,
+            remedies=self.remedies,
+            causes=self.causes,
+        )
+
+    def _repr_html_(self) -> str:
+        from graphtrain.planning.text import assessment_as_html
+
+        return assessment_as_html(self.program, self.assessment, self.remedies)
 
 
 def answer(

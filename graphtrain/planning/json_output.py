@@ -7,17 +7,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from graphtrain.planning.collective_origins import significant
+from graphtrain.planning.memory_parts import PARTS, memory_sources
 from graphtrain.planning.tables import plan_as_json
 
 if TYPE_CHECKING:
-    from graphtrain.cost_model.assessment import Assessment, Memory
+    from graphtrain.cost_model.assessment import Assessment
     from graphtrain.cost_model.compute import PartFlops
     from graphtrain.planning.answer import Answer
     from graphtrain.planning.targets import TargetRow
-
-# Parts of device memory that the compiler reports. Of the others it reports only the sum.
-_COUNTED = ("parameters", "frozen", "optimizer", "peak")
-PARTS = ("parameters", "frozen", "optimizer", "gradients", "activations", "temporaries", "peak")
 
 
 def target_rows(rows: Sequence[TargetRow]) -> list[dict[str, Any]]:
@@ -109,11 +106,3 @@ def _part_as_json(part: PartFlops, devices: int) -> dict[str, Any]:
         "replicas": part.replicas,
         "replicated_over": list(part.replicated_over),
     }
-
-
-def memory_sources(memory: Memory) -> dict[str, str]:
-    """Return the source of the size of each part."""
-    if memory.source == "estimate":
-        return dict.fromkeys(PARTS, "estimate")
-    sources = {kind: "compiler" if kind in _COUNTED else "estimate" for kind in PARTS}
-    return sources | {"temporaries": "the compiler's peak minus the rows above"}

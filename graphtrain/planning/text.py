@@ -1,7 +1,7 @@
 """Output of plans: tables for the terminal."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from html import escape
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from graphtrain.html import html_from_rich
 from graphtrain.models.grouped_matmul_support import step_computes_all_experts
 from graphtrain.planning.collective_origins import significant, unexplained
 from graphtrain.planning.formats import format_seconds, format_share
-from graphtrain.planning.json_output import memory_sources
+from graphtrain.planning.memory_parts import memory_sources
 from graphtrain.planning.tables import plan_table
 from graphtrain.planning.traffic_by_axes import sum_by_axes
 from lowering.machine import gpu_memory
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
     from graphtrain.config.resolve import ResolvedProgram
     from graphtrain.cost_model.assessment import Assessment, Memory
-    from graphtrain.planning.answer import Answer
     from graphtrain.planning.collective_origins import CollectiveOrigin
     from graphtrain.planning.diff import PlanChange
+    from graphtrain.planning.ledger import ErrorBar
+    from graphtrain.planning.parameters import ParameterCount
     from graphtrain.planning.remedies import Remedy
     from graphtrain.planning.targets import TargetRow
     from lowering.machine.target import Target
@@ -57,28 +58,36 @@ def matching_paths(plan: "Plan", pattern: str) -> list[str]:
     return paths
 
 
-def print_answer(console: "Console", answer: "Answer") -> None:
+def print_assessment(
+    console: "Console",
+    program: "ResolvedProgram",
+    assessment: "Assessment",
+    *,
+    parameters: "ParameterCount",
+    error_bars: "Mapping[str, ErrorBar]",
+    remedies: "Sequence[Remedy]",
+    causes: "Sequence[CollectiveOrigin]",
+) -> None:
     """Print the complete output of `graphtrain plan`.
 
     Arrays of optimizer state are left out of the plan's table; they follow their parameters.
     """
-    program, assessment = answer.program, answer.assessment
     plan, fits = assessment.plan, assessment.memory.fits
     shown = [p for p, layout in plan.layouts.items() if layout.spec.role != "optimizer"]
     for block in (
         f"{program.settings.target}: mesh {plan.mesh}, rules {', '.join(program.settings.rules)}",
-        str(answer.parameters),
+        str(parameters),
         plan_table(plan, shown),
         memory_table(assessment.memory, program.target),
         *_chunk_line(assessment),
-        *_experts_line(answer.program),
+        *_experts_line(program),
         collectives_table(assessment) if assessment.collectives else "no collectives",
-        *_flags(answer.causes),
+        *_flags(causes),
         time_table(assessment),
     ):
         console.print(block, soft_wrap=isinstance(block, str))
         console.print()
-    for line in _error_bars(answer):
+    for line in _error_bars(error_bars, assessment.target):
         console.print(line, soft_wrap=True)
     if unknown := _unknown_parts(assessment):
         console.print(
@@ -93,7 +102,7 @@ def print_answer(console: "Console", answer: "Answer") -> None:
     console.print(fit_summary(assessment))
     if not fits:
         console.print()
-        console.print(remedies_table(answer.remedies) if answer.remedies else _NO_REMEDY)
+        console.print(remedies_table(remedies) if remedies else _NO_REMEDY)
 
 
 def _unknown_parts(assessment: "Assessment") -> list[str]:
@@ -154,9 +163,8 @@ def fit_summary(assessment: "Assessment") -> str:
     return f"does not fit {assessment.target}: {share}, {excess_megabytes} MB too much"
 
 
-def _error_bars(answer: "Answer") -> list[str]:
-    """Return lines with the errors of earlier predictions for this target."""
-    bars, target = answer.error_bars, answer.assessment.target
+def _error_bars(bars: "Mapping[str, ErrorBar]", target: str) -> list[str]:
+    """Return lines with the errors of earlier predictions for a target."""
     if not bars:
         return [f"error bar: none yet; each graphtrain run on {target} adds a measurement"]
     return [
@@ -166,15 +174,16 @@ def _error_bars(answer: "Answer") -> list[str]:
     ]
 
 
-def answer_as_html(answer: "Answer") -> str:
-    """Return the main tables of a plan for a notebook; the arrays are in answer.assessment.plan."""
-    assessment = answer.assessment
-    tables = [memory_table(assessment.memory, answer.program.target)]
+def assessment_as_html(
+    program: "ResolvedProgram", assessment: "Assessment", remedies: "Sequence[Remedy]"
+) -> str:
+    """Return the main tables of a plan for a notebook; the arrays are in assessment.plan."""
+    tables = [memory_table(assessment.memory, program.target)]
     if assessment.collectives:
         tables.append(collectives_table(assessment))
     tables.append(time_table(assessment))
-    if answer.remedies:
-        tables.append(remedies_table(answer.remedies))
+    if remedies:
+        tables.append(remedies_table(remedies))
     summary = f"<p>{escape(fit_summary(assessment))}</p>"
     return summary + "".join(map(html_from_rich, tables))
 

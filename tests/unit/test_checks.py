@@ -11,8 +11,8 @@ import pytest
 from in_process import graphtrain
 
 from graphtrain.api import programs
+from graphtrain.api.checks.machine import directory_problem, file_problem
 from graphtrain.checkpoints.manifest import write_manifest
-from graphtrain.checks.machine import directory_problem, file_problem
 from graphtrain.data.indexed.description import read_description
 from graphtrain.data.indexed.writer import IndexedWriter
 from graphtrain.data.prepare.text import prepare
@@ -243,7 +243,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_compiling(place):
 
 
 def test_a_permitted_change_is_no_problem(place):
-    from graphtrain.checks import report
+    from graphtrain.api.checks import report
     from graphtrain.config import load_config
 
     checkpoint(place, run__seed=3)
@@ -277,7 +277,7 @@ def test_a_target_without_its_compiler_is_refused_before_compiling(place, monkey
 
 
 def test_data_that_is_elsewhere_is_a_warning_for_compile_and_nothing_for_plan(place, monkeypatch):
-    from graphtrain.checks import report
+    from graphtrain.api.checks import report
     from graphtrain.config import load_config
 
     (place / "data").unlink()

@@ -1,4 +1,4 @@
-from graphtrain.doctor import run_checks
+from graphtrain.api.doctor import run_checks
 from graphtrain.run.loss_curve import loss_curve
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from graphtrain.api.starters import project as project_module
+from graphtrain.api.starters.project import create_project
+from graphtrain.api.starters.sizes import size_for, steps_for, tokenizer_for
 from graphtrain.config import load_config
 from graphtrain.config.schema import Model
 from graphtrain.data.indexed.description import dataset_tokenizer
 from graphtrain.errors import ConfigError, DataError
-from graphtrain.starters import project as project_module
-from graphtrain.starters.project import create_project
-from graphtrain.starters.sizes import size_for, steps_for, tokenizer_for
 from graphtrain.weights.families import family_of_model
 from graphtrain.weights.families.family import array_shape, to_hugging_face
 from graphtrain.weights.writer import SafetensorsWriter

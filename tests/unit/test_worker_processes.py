@@ -5,14 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from graphtrain import processes
+from lowering.machine import worker_processes as processes
 
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import os, sys
 print("the script runs", flush=True)
-from graphtrain.processes import worker_context
+from lowering.machine.worker_processes import worker_context
 
 for value in ("a", "b"):
     os.environ["VALUE"] = value

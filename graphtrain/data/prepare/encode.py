@@ -15,7 +15,7 @@ import numpy as np
 from graphtrain.data.readers.corpus import Chunk, Corpus
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
-from graphtrain.processes import worker_context
+from lowering.machine.worker_processes import worker_context
 
 _CHUNKS_PER_WORKER = 3  # chunks in flight per worker process; more uses memory without being faster
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from graphtrain.checks.problem import Problem
+from graphtrain.api.checks.problem import Problem
 from graphtrain.config.schema import Config
 from graphtrain.errors import DataError, TrainingError
 

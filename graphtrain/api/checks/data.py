@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from graphtrain.checks.problem import Problem
+from graphtrain.api.checks.problem import Problem
 from graphtrain.config.lines import KeyPath
 from graphtrain.config.schema import Config
 from graphtrain.data.indexed.dataset import dataset_paths, missing_file

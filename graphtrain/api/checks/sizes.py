@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from graphtrain.checks.problem import Problem
+from graphtrain.api.checks.problem import Problem
 from graphtrain.config.lines import KeyPath
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import is_imported

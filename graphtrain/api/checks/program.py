@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from graphtrain.checks.problem import Problem
-from graphtrain.checks.sizes import size_problems
+from graphtrain.api.checks.problem import Problem
+from graphtrain.api.checks.sizes import size_problems
 from graphtrain.config.lines import KeyPath, line_numbers
 from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import Program, is_imported

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from graphtrain.checks.problem import Problem
+from graphtrain.api.checks.problem import Problem
 from graphtrain.config.schema import Config, Program, TorchModel
 from lowering.errors import LoweringError
 from lowering.extras import MissingExtra, is_installed, missing_extra

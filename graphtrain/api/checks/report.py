@@ -4,17 +4,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphtrain.checks.checkpoint import checkpoint_problems
-from graphtrain.checks.data import data_problems
-from graphtrain.checks.machine import (
+from graphtrain.api.checks.checkpoint import checkpoint_problems
+from graphtrain.api.checks.data import data_problems
+from graphtrain.api.checks.machine import (
     compiler_problems,
     model_problems,
     output_problems,
     page_problems,
     run_problems,
 )
-from graphtrain.checks.problem import Kind, Problem
-from graphtrain.checks.program import program_problems
+from graphtrain.api.checks.problem import Kind, Problem
+from graphtrain.api.checks.program import program_problems
 from graphtrain.config.schema import Config
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from graphtrain.api.starters.sizes import Size, size_for, tokenizer_for
+from graphtrain.api.starters.templates import KINDS, Project, config_text
 from graphtrain.config import Config, load_config
 from graphtrain.config.hf_config import read_config
 from graphtrain.data.prepare.text import PrepareResult, prepare
@@ -12,8 +14,6 @@ from graphtrain.data.readers.corpus import is_text
 from graphtrain.data.samples.text import write_sample
 from graphtrain.errors import ConfigError, DataError
 from graphtrain.files import atomic_write
-from graphtrain.starters.sizes import Size, size_for, tokenizer_for
-from graphtrain.starters.templates import KINDS, Project, config_text
 
 _SAMPLE_BYTES = 2_000_000
 _NANOGPT = Size(0, layers=4, embed=128, heads=4, global_batch_size=12, seq_len=64)

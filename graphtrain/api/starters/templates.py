@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from graphtrain.api.starters.sizes import Size, steps_for
 from graphtrain.config.render import toml
 from graphtrain.config.settings import known_settings
-from graphtrain.starters.sizes import Size, steps_for
 
 KINDS = {
     "llama": "a Llama: rotary positions, RMSNorm, SwiGLU",
