@@ -72,7 +72,10 @@ def explain(
         yield f"{_location_of(source, _setting(location))}: {error['msg']}"
     values = dict.fromkeys(sorted(foreign)) | by_type.get("value", {})
     for path, error in values.items():
-        if path in map(_setting, wrong_paths):  # the other branch of a union
+        in_part = (p for kind, found in by_type.items() if kind != "value" for p in found)
+        if any(_within(p, path) and p != path for p in in_part) or path in map(
+            _setting, wrong_paths
+        ):  # the other branch of a union
             continue
         if path in known_settings() and not _is_table_created_by_flag(source, path):
             yield _wrong_value(source, path, _look_up(document, path), _choices_of_branch(error))

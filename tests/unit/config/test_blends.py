@@ -64,5 +64,6 @@ def test_a_blend_loads_and_renders_back_to_itself(tmp_path, share):
     ],
 )
 def test_a_blend_that_cannot_be_used_says_why(tmp_path, text, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as refused:
         load(tmp_path, text)
+    assert "BlendPart" not in str(refused.value)
