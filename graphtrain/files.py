@@ -146,8 +146,10 @@ def _write_remedy(error: OSError) -> str:
     """Return what to do where a file cannot be written, as the beginning of "..., or ..."."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free space there, or "
-    if error.errno in (errno.EEXIST, errno.ENOTDIR):
-        return f"remove the file {error.filename}, or " if error.filename else ""
+    if error.errno in (errno.EEXIST, errno.ENOTDIR) and error.filename:
+        path = Path(error.filename)
+        in_the_way = next((one for one in (path, *path.parents) if one.is_file()), path)
+        return f"remove the file {in_the_way}, or "
     return ""
 
 

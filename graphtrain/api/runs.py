@@ -150,7 +150,7 @@ def generate(
     prompt: str,
     *,
     max_tokens: int = 64,
-    temperature: float = 0.0,
+    temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
@@ -198,12 +198,15 @@ def generate(
     chosen = named_step(Path(settings.run.directory) / "checkpoints", step)
     generator = Generator(program, settings.run, open_cache(cache), observe, chosen)
     tokens: list[int] = []
+    is_complete = False
     for token in generator.tokens(prompt_tokens, max_tokens, sampling, tokenizer.vocab):
         if token == tokenizer.eod:
+            is_complete = True
             break
         tokens.append(token)
     text = tokenizer.decode([*prompt_tokens[len(prefix) :], *tokens])
-    return Generation(text, tuple(prompt_tokens), tuple(tokens))
+    ids = tuple(prompt_tokens), tuple(tokens)
+    return Generation(text, *ids, is_complete, generator.context_length)
 
 
 def metrics(run: Source) -> Metrics:

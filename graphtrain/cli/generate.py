@@ -1,6 +1,7 @@
 """graphtrain generate: generate text that continues a prompt."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from graphtrain.cli.options import (
     step_option,
     target_option,
 )
+from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
     from graphtrain.checkpoints.checkpoint import StepName
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 @click.option(
     "--temperature",
     type=click.FloatRange(0),
-    default=0.0,
+    default=0.8,
     show_default=True,
     help="Divisor of the logits; 0 always chooses the most likely token.",
 )
@@ -81,8 +83,8 @@ def command(
 
     For a run without checkpoints, uses the weights that it would start from (run.init_from). The
     prefill and decode graphs are compiled into the cache on first use. Generation ends at the
-    end-of-document token, after --tokens tokens, or at a sequence length of program.batch.seq_len.
-    --seed is the seed of the sampling.
+    end-of-document token, or after --tokens tokens. A token follows from the tokens before it, of
+    which program.batch.seq_len fit into the context; a longer text loses its beginning.
     """
     from graphtrain.api.runs import generate
     from graphtrain.cli.compile import progress
@@ -106,6 +108,13 @@ def command(
             set=overrides,
             cache=cache,
             observe=observe,
+        )
+    if result.is_complete:
+        say(f"the document ended after {len(result.tokens)} tokens")
+    if len(result.prompt) + len(result.tokens) > (result.context_length or math.inf):
+        say(
+            f"longer than program.batch.seq_len = {result.context_length}: later tokens follow "
+            "from the end of the text alone"
         )
     document = {"prompt": result.prompt, "tokens": result.tokens, "text": result.text}
     click.echo(json.dumps(document) if as_json else result.text)

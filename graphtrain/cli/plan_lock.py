@@ -1,5 +1,6 @@
 """graphtrain plan lock and check: write a plan as text, and compare it with the current plan."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import click
 from graphtrain.cli.checked import check as check_config
 from graphtrain.cli.options import (
     LocalPath,
+    arguments,
     cache_option,
     check_output,
     config_argument,
@@ -84,13 +86,15 @@ def check(
     from graphtrain.planning.lock import lock_diff, lock_path, read_lock
 
     path = locked or lock_path(config)
-    locked_text = read_lock(path)
-    diff_lines = lock_diff(locked_text, _assess(config, target, overrides, cache, ask_compiler))
+    rewrite = shlex.join(["graphtrain", "plan", "lock", *arguments(config, target, overrides)])
+    locked_text = read_lock(path, rewrite)
+    assessment = _assess(config, target, overrides, cache, ask_compiler)
+    diff_lines = lock_diff(locked_text, assessment, rewrite)
     if not diff_lines:
         click.echo(f"{path} is up to date")
         return
     click.echo("\n".join(diff_lines))
-    say(f"{path} differs; if the change is intended, run: graphtrain plan lock")
+    say(f"{path} differs; if the change is intended, run: {rewrite}")
     sys.exit(_DIFFERS)
 
 

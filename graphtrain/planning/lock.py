@@ -19,6 +19,7 @@ from lowering.machine.toolchain import Toolchain
 from sharding_rules.documents import DocumentError, read_text
 
 _SUFFIX = ".plan"
+REWRITE = "graphtrain plan lock CONFIG"
 
 
 def lock_path(config: Path) -> Path:
@@ -26,8 +27,12 @@ def lock_path(config: Path) -> Path:
     return config.with_suffix(_SUFFIX)
 
 
-def read_lock(path: Path) -> str:
+def read_lock(path: Path, rewrite: str = REWRITE) -> str:
     """Return the text of a lock file.
+
+    Args:
+        path: The lock file.
+        rewrite: Command that writes it, for the error message.
 
     Raises:
         PlanError: the file does not exist, or is not text.
@@ -35,9 +40,7 @@ def read_lock(path: Path) -> str:
     try:
         return read_text(path)
     except FileNotFoundError:
-        raise PlanError(
-            f"{path}: no such file; write it with: graphtrain plan lock CONFIG"
-        ) from None
+        raise PlanError(f"{path}: no such file; write it with: {rewrite}") from None
     except (OSError, DocumentError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise PlanError(f"{path}: cannot be read as a lock: {reason}") from None
@@ -51,8 +54,13 @@ def lock_text(assessment: Assessment) -> str:
     return "\n".join([*_toolchain(assessment), *_body(assessment)]) + "\n"
 
 
-def lock_diff(locked: str, assessment: Assessment) -> list[str]:
+def lock_diff(locked: str, assessment: Assessment, rewrite: str = REWRITE) -> list[str]:
     """Compare a lock with an assessment; return the lines of a diff, empty if they agree.
+
+    Args:
+        locked: Text of the lock.
+        assessment: The current assessment.
+        rewrite: Command that writes the lock, for the error message.
 
     Raises:
         PlanError: the lock is damaged, or one of them is from the compiler and the other is an
@@ -66,7 +74,7 @@ def lock_diff(locked: str, assessment: Assessment) -> list[str]:
     if not is_whole or _source(before) not in ("compiler", "estimate"):
         raise PlanError(
             "the lock is damaged: its [memory] or [collectives] section is missing; restore it "
-            "from version control, or write it again: graphtrain plan lock CONFIG"
+            f"from version control, or write it again: {rewrite}"
         )
     sources = _source(before), _source(after)
     if sources[0] != sources[1]:

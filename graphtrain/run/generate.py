@@ -33,7 +33,7 @@ _SEQUENCE_RULES = ("sequence", "context", "ulysses")
 class Sampling:
     """Settings that choose the next token from the logits."""
 
-    temperature: float = 0.0  # divisor of the logits; 0: always the most likely token
+    temperature: float = 0.8  # divisor of the logits; 0: always the most likely token
     top_k: int | None = None  # number of most likely tokens to sample from; None: all
     top_p: float | None = None  # total probability of the tokens to sample from; None: all
     seed: int = 0
@@ -54,6 +54,8 @@ class Generation:
     text: str  # of the prompt and what was generated
     prompt: tuple[int, ...]  # token ids
     tokens: tuple[int, ...]  # ids of the generated tokens
+    is_complete: bool = False  # ended with the end-of-document token
+    context_length: int | None = None  # tokens from which the next one can follow
 
     def __str__(self) -> str:
         return self.text
@@ -191,31 +193,43 @@ class Generator:
     ) -> Iterator[int]:
         """Yield the tokens that continue a prompt, one by one.
 
+        The context is program.batch.seq_len tokens long. Of a longer text, tokens follow from the
+        end: of a longer prompt from as many as fit, and each time the context is full from its
+        later half.
+
         Args:
             prompt: Token ids, at least one.
-            max_new_tokens: Maximum number of tokens; the sequence is also limited by
-                program.batch.seq_len.
+            max_new_tokens: Maximum number of tokens.
             sampling: How each token is chosen.
             vocab: Number of tokens of the tokenizer; rows that pad the vocabulary are not chosen.
 
         Raises:
-            GraphtrainError: the prompt is empty, or not shorter than program.batch.seq_len.
+            GraphtrainError: the prompt is empty, or the context is a single token.
             TrainingError: the logits are not finite.
         """
-        longest = self._program.batch.seq_len
-        if not 0 < len(prompt) < longest:
-            raise GraphtrainError(
-                f"the prompt has {len(prompt)} tokens; it must have at least 1, and fewer than "
-                f"program.batch.seq_len = {longest}"
-            )
+        longest = self.context_length
+        if not prompt or longest < 2:
+            reason = "the prompt is empty" if not prompt else "program.batch.seq_len is 1"
+            raise GraphtrainError(f"{reason}, so there is nothing to continue")
         random = np.random.default_rng(sampling.seed)
+        context = list(prompt[-longest + 1 :])
         with self._backend.forbid_tracing():
-            kv_cache, scores = self._prefill(prompt)
-            for position in range(len(prompt), min(len(prompt) + max_new_tokens, longest)):
+            kv_cache, scores = self._prefill(context)
+            for index in range(max_new_tokens):
+                if index and len(context) <= longest:
+                    position = len(context) - 1
+                    kv_cache, scores = self._decode_step("decode", kv_cache, context[-1:], position)
+                elif index:
+                    context = context[-(longest // 2) :]
+                    kv_cache, scores = self._prefill(context)
                 check_finite(scores[:vocab], self._weights_path)
-                token = sample_token(scores[:vocab], sampling, random)
-                yield token
-                kv_cache, scores = self._decode_step("decode", kv_cache, [token], position, 0)
+                context.append(sample_token(scores[:vocab], sampling, random))
+                yield context[-1]
+
+    @property
+    def context_length(self) -> int:
+        """Number of tokens from which the next one can follow."""
+        return self._program.batch.seq_len
 
     def _prefill(self, prompt: Sequence[int]) -> tuple[Tree, np.ndarray]:
         described = self._graphs["prefill"].inputs("kept")
@@ -234,7 +248,7 @@ class Generator:
         return kv_cache, scores
 
     def _decode_step(
-        self, name: str, kv_cache: Tree, tokens: list[int], begin: int, last: int
+        self, name: str, kv_cache: Tree, tokens: list[int], begin: int, last: int = 0
     ) -> tuple[Tree, np.ndarray]:
         """Run a graph; return the new KV cache, and the logits after the token at index `last`."""
         graph = self._graphs[name]

@@ -83,16 +83,22 @@ def test_the_best_tokens_are_those_of_transformers(name, cache, tmp_path):
     generator = Generator(
         resolve(config.program), config.run, cache, lambda label, stage: None, None
     )
-    assert list(generator.tokens(prompt, 24, Sampling(), 257)) == want
+    greedy = Sampling(temperature=0.0)
+    assert list(generator.tokens(prompt, 24, greedy, 257)) == want
     assert len(set(want)) > 3  # it does not repeat itself
-    # The longest sequence ends it; a second prompt does not see the first.
-    assert len(list(generator.tokens(prompt, 1000, Sampling(), 257))) == 96 - length
+    # Beyond the context of 96 tokens it goes on from the later half; a second prompt does not see
+    # the first.
+    text = [*prompt, *generator.tokens(prompt, 96 - length + 9, greedy, 257)]
+    assert text[97:] == list(generator.tokens(text[97 - 48 : 97], 8, greedy, 257))
+    long = np.random.default_rng(1).integers(0, 257, 200).tolist()
+    assert list(generator.tokens(long, 1, greedy, 257)) == list(
+        generator.tokens(long[-95:], 1, greedy, 257)
+    )
     drawn = Sampling(temperature=1.0, top_k=50, seed=3)
     first, second = (list(generator.tokens(prompt, 9, drawn, 257)) for _ in range(2))
     assert first == second != want[:9]
-    for wrong in ([], [1] * 96):
-        with pytest.raises(GraphtrainError, match=r"fewer than program\.batch\.seq_len = 96"):
-            next(generator.tokens(wrong, 1, Sampling(), 257))
+    with pytest.raises(GraphtrainError, match="the prompt is empty"):
+        next(generator.tokens([], 1, greedy, 257))
 
 
 def test_tokens_are_drawn_by_their_shares():

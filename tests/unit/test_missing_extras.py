@@ -32,7 +32,7 @@ FILES = {
     "chat.jsonl": CHAT * 40,
     "a.parquet": "PAR1",
     "a.jsonl.zst": "",
-    "tokenizer.json": "{}",
+    "tokenizer.json": '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}',
     "bin/config.json": '{"model_type": "llama"}',
     "bin/pytorch_model.bin": "",
     "hf/config.json": '{"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 264}',

@@ -117,7 +117,7 @@ def test_a_directory_that_cannot_take_the_files_beside_the_weights_is_named(conv
     of = config(converted)
     beginning = InitialWeights.open(resolve(of.program), of.run, resuming=False)
     assert beginning is not None
-    with pytest.raises(TrainingError, match=r"file/run cannot be written .* free space"):
+    with pytest.raises(TrainingError, match=r"cannot be written .* remove the file \S+/file, or"):
         beginning.save_run_files(tmp_path / "file/run")
 
 
