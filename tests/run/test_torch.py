@@ -44,7 +44,7 @@ def test_a_model_of_transformers_is_trained_from_its_weights_and_goes_back(cold,
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 264}
     source = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **heads))
     source.save_pretrained(cold.path / "source")
-    (cold.path / "source/tokenizer.json").write_text("{}")
+    (cold.path / "source/tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     configure(cold, 'hf = "source"')
     words = ["config.toml", *CUBE, "--set", "run.init_from=source"]
 

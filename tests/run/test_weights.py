@@ -33,7 +33,7 @@ def test_from_hugging_face_through_training_to_hugging_face(place):
     config = transformers.LlamaConfig(**sizes, **heads, rms_norm_eps=1e-5, initializer_range=0.2)
     source = transformers.LlamaForCausalLM(config)
     source.save_pretrained(place.path / "source")
-    (place.path / "source/tokenizer.json").write_text("{}")
+    (place.path / "source/tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
 
     out, _ = place.command("convert", "hf-to-graphtrain", "source", "ours", "--json")
     assert json.loads(out)["family"] == "llama"

@@ -20,6 +20,6 @@ def test_tables_of_nested_columns_are_read_like_lines(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
     made = []
     for name in ("a.jsonl", "a.parquet"):
-        instruct([tmp_path / name], tmp_path / "out", "bytes", template="chatml", validation=0)
-        made.append([path.read_bytes() for path in sorted(tmp_path.glob("out/train*.???"))])
+        instruct([tmp_path / name], tmp_path / name[2:], "bytes", template="chatml", validation=0)
+        made.append([path.read_bytes() for path in sorted(tmp_path.glob(f"{name[2:]}/train*.???"))])
     assert made[0] == made[1] and len(made[0]) == 4
