@@ -1,11 +1,8 @@
-"""Training loop, which runs programs that were compiled before."""
+"""A run from its directory to its summary: load what was compiled before, and train."""
 
-import math
-import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,17 +13,15 @@ import lowering
 from graphtrain.cache import Cache
 from graphtrain.checkpoints.checkpoint import (
     Checkpoints,
+    RestoredState,
     check_directory,
     layer_order_of,
-    saved_steps,
 )
 from graphtrain.config import render
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config, Program, Run
-from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
-from graphtrain.errors import TrainingError
+from graphtrain.cost_model.native_equivalent import sizes_unknown
 from graphtrain.files import write_errors
-from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.planning.parameters import ParameterCount, count_compiled_parameters
 from graphtrain.run.agreement import check_same_executables, on_all_ranks
@@ -37,26 +32,26 @@ from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.earlier_runs import set_aside, set_metrics_aside
 from graphtrain.run.events import RunStart, RunSummary
 from graphtrain.run.initial_weights import InitialWeights
-from graphtrain.run.learning_rate import learning_rate
 from graphtrain.run.log import RunLog
-from graphtrain.run.metrics import Journal, Record, good_steps, read_journal
+from graphtrain.run.loop import (
+    JournalPosition,
+    Notify,
+    Report,
+    TrainingLoop,
+    is_evaluation_due,
+    run_validation_batches,
+)
+from graphtrain.run.metrics import Journal, Record, read_journal
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.resume import Resumption, data_changed, identity_of, schedule_note, write_config
 from graphtrain.run.signals import StopRequest, stop_requests
-from graphtrain.run.stalls import COMPUTING, DATA, EVALUATING, SAVING
-from graphtrain.run.validation_history import ValidationHistory, recorded_history
-from graphtrain.run.watchdog import Watchdog, watched
+from graphtrain.run.validation_history import recorded_history
+from graphtrain.run.watchdog import watched
 from lowering.machine import host, startup
-from lowering.machine.memory_pages import use_huge_pages
 from lowering.machine.target import Target
 from lowering.trees import Tree
 from lowering.xla import distributed
 from sharding_rules.errors import ShardingError
-
-Report = Callable[[Record], None]
-Notify = Callable[..., None]  # called with the name of an event and its arguments
-JournalPosition = Callable[[], dict[str, Any] | None]
-_COMMON_METRICS = ("loss", "grad_norm", "targets")  # metrics of every loss function
 
 
 def train(
@@ -112,25 +107,14 @@ def train(
             return RunSummary(directory, start, start, None, None, history.best_step, stalled)
         initial_weights = on_all_ranks(lambda: InitialWeights.open(program, run, resuming=saved))
         names = needed_graphs(run, resuming=saved)
-        programs = on_all_ranks(lambda: LoadedPrograms(program, cache, names, compile_hint))
-        check_same_executables(programs)
-        prefault = _preallocate_memory(programs, program.target)
-        stack.callback(prefault.stop)
-        if distributed.count() > 1:  # a failure to load on one rank ends all, before any computes
-            on_all_ranks(lambda: [programs[name] for name in names])
+        programs, prefault = _load_programs(program, cache, names, compile_hint, stack)
         stop = stack.enter_context(stop_requests())
         if stop.should_stop():  # while the programs were loaded
             return _stopped_while_loading(stop, directory, resumption.start)
         stack.enter_context(lowering.backend(program.target).forbid_tracing())
         prefaulted_bytes = prefault.stop()
         baseline_bytes = host.reset_peak() - prefaulted_bytes
-        checkpoints = Checkpoints(
-            directory / "checkpoints",
-            run.keep_checkpoints,
-            layer_order_of(program),
-            keep_best=run.keep_best,
-        )
-        stack.callback(checkpoints.close)
+        checkpoints = _open_checkpoints(program, run, stack)
         restored = None
         if saved:
             restored = resumption.restore(checkpoints, programs["train"].inputs("state"))
@@ -150,10 +134,7 @@ def train(
         if initial_weights is not None and has_frozen_weights(program.settings):
             frozen = (initial_weights.frozen(step.inputs("frozen")),)
         if restored is not None:
-            position = restored.data_position
-            if data_changed(changes, start):
-                position = loader.state() | {"step": position["step"]}
-            loader.restore(position)
+            _restore_position(loader, restored, other_data=data_changed(changes, start))
         if is_rank_zero:
             stack.callback(
                 _record_measurements, program, run, cache, programs, start, baseline_bytes
@@ -207,6 +188,40 @@ def _stopped_while_loading(stop: StopRequest, directory: Path, start: int) -> Ru
     """Return the outcome of a run that is asked to stop before its first step."""
     assert stop.signal is not None
     return RunSummary(directory, start, start or None, None, stop.signal.name)
+
+
+def _load_programs(
+    program: ResolvedProgram,
+    cache: Cache,
+    names: Sequence[str],
+    compile_hint: str,
+    stack: ExitStack,
+) -> tuple[LoadedPrograms, startup.MemoryPrefault]:
+    """Open the programs of a run, the same on all ranks, while the memory is preallocated."""
+    programs = on_all_ranks(lambda: LoadedPrograms(program, cache, names, compile_hint))
+    check_same_executables(programs)
+    prefault = _preallocate_memory(programs, program.target)
+    stack.callback(prefault.stop)
+    if distributed.count() > 1:  # a failure to load on one rank ends all, before any computes
+        on_all_ranks(lambda: [programs[name] for name in names])
+    return programs, prefault
+
+
+def _open_checkpoints(program: ResolvedProgram, run: Run, stack: ExitStack) -> Checkpoints:
+    checkpoints = Checkpoints(
+        Path(run.directory) / "checkpoints",
+        run.keep_checkpoints,
+        layer_order_of(program),
+        keep_best=run.keep_best,
+    )
+    stack.callback(checkpoints.close)
+    return checkpoints
+
+
+def _restore_position(loader: Any, restored: RestoredState, *, other_data: bool) -> None:
+    """Move the loader to the position of a checkpoint; in other data, to the same step."""
+    position = restored.data_position
+    loader.restore(loader.state() | {"step": position["step"]} if other_data else position)
 
 
 def _preallocate_memory(programs: LoadedPrograms, target: Target) -> startup.MemoryPrefault:
@@ -312,7 +327,7 @@ def _open_data(run: Run, program: Program, placement: BatchPlacement, stack: Exi
         if run.data.validation is not None:
             from graphtrain.run.evaluate import check_validation
 
-            batches = _validation(run, program)  # opens it on every rank
+            batches = run_validation_batches(run, program)  # opens it on every rank
             if distributed.rank() == 0:
                 check_validation(batches, program)
         return Loader(
@@ -332,27 +347,6 @@ def _open_data(run: Run, program: Program, placement: BatchPlacement, stack: Exi
     loader = on_all_ranks(open_loader)
     stack.callback(loader.close)
     return loader
-
-
-def _validation(
-    run: Run, program: Program, rows: np.ndarray | None = None
-) -> Iterable[dict[str, np.ndarray]]:
-    from graphtrain.run.evaluate import validation_batches
-
-    return validation_batches(
-        run.data,
-        program,
-        program.model.vocab_tokens,
-        run.evaluate_batches,
-        rows=rows,
-        share=index_share(),
-    )
-
-
-def is_evaluation_due(run: Run, step: int) -> bool:
-    """Return whether the run evaluates after a step."""
-    every = run.evaluate_every
-    return step == run.steps or bool(every and step % every == 0)
 
 
 def is_evaluation_owed(run: Run, start: int) -> bool:
@@ -408,239 +402,3 @@ def _record_measurements(
             f"the measurements of this run were not recorded in the ledger of the cache: {error}",
             stacklevel=1,
         )
-
-
-@dataclass
-class TrainingLoop:
-    """Training loop without its state; reads the metrics of a step while the next one computes."""
-
-    program: ResolvedProgram
-    run: Run
-    programs: LoadedPrograms
-    frozen: tuple[Tree, ...]  # one tree of weights without gradients, or empty
-    loader: Any
-    placement: BatchPlacement
-    checkpoints: Checkpoints
-    open_journal: Callable[[], tuple[Report, JournalPosition]]
-    notify: Notify  # of callbacks
-    start: int
-    data_check: DataCheck
-    records: dict[str, Any]  # kept in every checkpoint: what the run is, and permitted changes
-    stop: StopRequest
-    watchdog: Watchdog
-    history: ValidationHistory
-    _write: Report = field(init=False)
-    _journal_position: JournalPosition = field(init=False)
-    # Last started step: its number, metrics, learning rate, and seconds waited for data.
-    _pending: tuple[int, Tree, float, float] | None = None
-    _saving: int | None = None  # step of the checkpoint that is being written
-    _last_finished_at: float = field(default_factory=time.perf_counter)
-    _flops: dict[str, float] = field(init=False)  # useful FLOPs per token, by metric name
-
-    def __post_init__(self) -> None:
-        program = self.program.settings
-        if sizes_unknown(program):
-            self._flops = self.programs["train"].record.get("flops_per_token", {})
-        else:
-            self._flops = useful_flops_per_token(with_native_model(program))
-
-    def run_steps(self, state: Tree, *, evaluate_first: bool = False) -> RunSummary:
-        """Run the steps from the first to run.steps, with evaluations and checkpoints.
-
-        Args:
-            state: state before the first step.
-            evaluate_first: whether the evaluation before the first step was given up by the run
-                that saved the checkpoint, and is repeated.
-        """
-        run, target, stop, watchdog = self.run, self.program.target, self.stop, self.watchdog
-        step = self.programs["train"]
-        validation, completed_steps, opened = None, self.start, False
-        if stop.should_stop():  # while the run was loading; there is nothing new to save
-            return self._summary(completed_steps, None)
-        if evaluate_first:
-            self._write, self._journal_position = self.open_journal()
-            opened = True
-            validation, _ = self._evaluate(self.start, state)
-        for index in range(self.start, run.steps):
-            if stop.signal is not None or self._has_stalled():  # in the first evaluation
-                break
-            rate = learning_rate(run.learning_rate, run.steps, index)
-            watchdog.move(DATA, index + 1)
-            batch, waited = self._next_batch()
-            watchdog.move(COMPUTING, index + 1)
-            outputs = step(state, *self.frozen, self.placement.to_devices(batch), np.float32(rate))
-            state, completed_steps = outputs["state"], index + 1
-            if not opened:
-                self._write, self._journal_position = self.open_journal()  # while it computes
-                opened = True
-            self._finish_pending_step()
-            self.checkpoints.raise_if_failed()
-            if not self.checkpoints.is_writing():
-                self._report_checkpoint()
-            self.data_check.raise_if_damaged()
-            if index == self.start + 1 and target.platform == "cpu":
-                use_huge_pages()  # heap of the first step, which has completed
-            self._pending = completed_steps, outputs["metrics"], rate, waited
-            last = completed_steps == run.steps
-            evaluated, is_best = None, False
-            if is_evaluation_due(run, completed_steps):
-                evaluated, is_best = self._evaluate(completed_steps, state)
-                validation = evaluated
-            stopping = stop.should_stop() or self._has_stalled()
-            saving = last or completed_steps % run.save_every == 0 or stopping
-            if saving or (is_best and run.keep_best):
-                self._finish_pending_step()  # checks that the loss is finite before saving
-                self.data_check.raise_if_damaged()
-                watchdog.move(SAVING, completed_steps)
-                self._save(completed_steps, state, evaluated)
-            if stopping:
-                break
-        self._finish_pending_step()
-        watchdog.move(SAVING, completed_steps)  # until the last checkpoint is complete
-        self.checkpoints.wait()
-        self._report_checkpoint()
-        summary = self._summary(completed_steps, validation)
-        self.notify("on_run_end", summary)
-        return summary
-
-    def _summary(self, completed_steps: int, validation: float | None) -> RunSummary:
-        run, stop = self.run, self.stop
-        is_complete = completed_steps == run.steps and (
-            run.data.validation is None or validation is not None
-        )
-        stopped = stop.signal.name if stop.signal and not is_complete else None
-        return RunSummary(
-            Path(run.directory),
-            completed_steps,
-            self.start or None,
-            validation,
-            stopped,
-            self.history.best_step,
-            stopped is None and completed_steps < run.steps,
-        )
-
-    def _has_stalled(self) -> bool:
-        return self.history.has_stalled(self.run.early_stopping_patience)
-
-    def _save(self, completed_steps: int, state: Tree, validation_loss: float | None) -> None:
-        self.checkpoints.save(  # waits until the previous one is complete
-            completed_steps,
-            lowering.backend(self.program.target).checkpoint_arrays(state),
-            self.loader.state(),
-            validation_loss=validation_loss,
-            journal=self._journal_position(),
-            **self.records,
-        )
-        self._report_checkpoint()
-        self._saving = completed_steps
-
-    def _report_checkpoint(self) -> None:
-        """Notify the callbacks of the checkpoint that was being written and is now complete."""
-        if self._saving is not None:
-            path = Path(self.run.directory) / "checkpoints" / str(self._saving)
-            self.notify("on_checkpoint", self._saving, path)
-            self._saving = None
-
-    def _next_batch(self) -> tuple[dict[str, np.ndarray], float]:
-        """Return this process's rows of the next batch, and the seconds waited for them."""
-        start_time = time.perf_counter()
-        return next(self.loader), time.perf_counter() - start_time
-
-    def _finish_pending_step(self) -> None:
-        """Wait for the metrics of the last started step, check that they are finite, write them.
-
-        Raises:
-            TrainingError: the loss or the gradient norm is not finite.
-        """
-        if self._pending is None:
-            return
-        completed_steps, metrics, rate, waited = self._pending
-        self._pending = None
-        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        extra_metrics = {
-            name: float(metrics[name]) for name in metrics if name not in _COMMON_METRICS
-        }
-        now = time.perf_counter()
-        seconds, self._last_finished_at = now - self._last_finished_at, now
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingError(self._not_finite(completed_steps, loss, norm))
-        tokens_per_second = self.program.batch.tokens / seconds
-        self._write(
-            {
-                "step": completed_steps,
-                "loss": loss,
-                "grad_norm": norm,
-                **extra_metrics,
-                "learning_rate": rate,
-                "targets": int(metrics["targets"]),
-                "step_seconds": round(seconds, 6),
-                "data_wait_seconds": round(waited, 6),
-                "tokens_per_second": round(tokens_per_second, 2),
-                **self._utilization(tokens_per_second),
-                "memory_bytes": lowering.backend(self.program.target).memory_in_use(),
-            }
-        )
-
-    def _utilization(self, tokens_per_second: float) -> dict[str, float | None]:
-        """Return the model FLOPs utilization (MFU); None if FLOPs or the peak are unknown."""
-        peak, flops_per_token = (
-            self.program.target.peak_flops(self.program.model.dtype),
-            self._flops,
-        )
-        return {
-            name: round(flops_per_token[name] * tokens_per_second / peak, 6)
-            if peak and flops_per_token
-            else None
-            for name in ("mfu", "mfu_causal")
-        }
-
-    def _not_finite(self, completed_steps: int, loss: float, norm: float) -> str:
-        self.checkpoints.wait()  # until the last checkpoint is complete
-        directory = Path(self.run.directory)
-        saved = saved_steps(directory / "checkpoints")
-        good = [step for step in saved if step in good_steps(read_journal(directory))]
-        text = (
-            f"step {completed_steps}: loss {loss}, gradient norm {norm}; the batch contains "
-            f"{self.loader.describe(completed_steps - 1)}; last good checkpoint: "
-            + (f"{directory}/checkpoints/{good[-1]}" if good else "none")
-        )
-        if saved and saved[-1] not in good:
-            text += (
-                f"; {directory}/checkpoints/{saved[-1]} is newer, but no step from it was finite: "
-                "move it away to resume from the one before it"
-            )
-        return text + (
-            "; the same command meets the same batch again: lower run.learning_rate.peak or "
-            "program.optimizer.clip_norm (and permit it with --allow-change NAME), or take these "
-            "documents out of the data"
-        )
-
-    def _evaluate(self, completed_steps: int, state: Tree) -> tuple[float | None, bool]:
-        """Return the validation loss, None if it was given up, and whether it is the lowest."""
-        loss = self._validate(completed_steps, state)
-        return loss, loss is not None and self.history.add(completed_steps, loss)
-
-    def _validate(self, completed_steps: int, state: Tree) -> float | None:
-        run = self.run
-        if run.data.validation is None:
-            return None
-        from graphtrain.run.evaluate import validation_loss
-
-        self._finish_pending_step()
-        evaluate = self.programs["evaluate"]
-        rows = BatchPlacement(evaluate.inputs("batch"), self.program.target).rows
-        batches = on_all_ranks(lambda: _validation(run, self.program.settings, rows))
-        weights = state["parameters"], *self.frozen
-        target = self.program.target
-
-        def should_stop(batch: int) -> bool:
-            self.watchdog.move(EVALUATING, completed_steps, batch)
-            self.checkpoints.raise_if_failed()
-            return self.stop.should_stop()
-
-        loss = validation_loss(evaluate, weights, batches, target, should_stop=should_stop)
-        if loss is None:
-            return None
-        self._write({"step": completed_steps, "validation_loss": loss})
-        self._last_finished_at = time.perf_counter()  # do not count the evaluation as step time
-        return loss

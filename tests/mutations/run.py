@@ -30,7 +30,7 @@ class Mutant:
 
 MUTANTS = {
     "rate one step late": Mutant(
-        "graphtrain/run/train.py",
+        "graphtrain/run/loop.py",
         "learning_rate(run.learning_rate, run.steps, index)",
         "learning_rate(run.learning_rate, run.steps, index - 1)",
         ("tests/run/test_road.py::test_each_step_has_the_rate_of_the_schedule",),

@@ -1,0 +1,294 @@
+"""Steps of a run: train, evaluate, save, and report what happened."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import lowering
+from graphtrain.checkpoints.checkpoint import Checkpoints, saved_steps
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import Program, Run
+from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
+from graphtrain.errors import TrainingError
+from graphtrain.models.flops import useful_flops_per_token
+from graphtrain.run.agreement import on_all_ranks
+from graphtrain.run.batch_placement import BatchPlacement, index_share
+from graphtrain.run.data_check import DataCheck
+from graphtrain.run.events import RunSummary
+from graphtrain.run.learning_rate import learning_rate
+from graphtrain.run.metrics import Record, good_steps, read_journal
+from graphtrain.run.programs import LoadedPrograms
+from graphtrain.run.signals import StopRequest
+from graphtrain.run.stalls import COMPUTING, DATA, EVALUATING, SAVING
+from graphtrain.run.validation_history import ValidationHistory
+from graphtrain.run.watchdog import Watchdog
+from lowering.machine.memory_pages import use_huge_pages
+from lowering.trees import Tree
+
+Report = Callable[[Record], None]
+Notify = Callable[..., None]  # called with the name of an event and its arguments
+JournalPosition = Callable[[], dict[str, Any] | None]
+_COMMON_METRICS = ("loss", "grad_norm", "targets")  # metrics of every loss function
+
+
+def is_evaluation_due(run: Run, step: int) -> bool:
+    """Return whether the run evaluates after a step."""
+    every = run.evaluate_every
+    return step == run.steps or bool(every and step % every == 0)
+
+
+def run_validation_batches(
+    run: Run, program: Program, rows: np.ndarray | None = None
+) -> Iterable[dict[str, np.ndarray]]:
+    """Return the batches of one evaluation of a run; of each, the named rows."""
+    from graphtrain.run.evaluate import validation_batches
+
+    return validation_batches(
+        run.data,
+        program,
+        program.model.vocab_tokens,
+        run.evaluate_batches,
+        rows=rows,
+        share=index_share(),
+    )
+
+
+@dataclass
+class TrainingLoop:
+    """Training loop without its state; reads the metrics of a step while the next one computes."""
+
+    program: ResolvedProgram
+    run: Run
+    programs: LoadedPrograms
+    frozen: tuple[Tree, ...]  # one tree of weights without gradients, or empty
+    loader: Any
+    placement: BatchPlacement
+    checkpoints: Checkpoints
+    open_journal: Callable[[], tuple[Report, JournalPosition]]
+    notify: Notify  # of callbacks
+    start: int
+    data_check: DataCheck
+    records: dict[str, Any]  # kept in every checkpoint: what the run is, and permitted changes
+    stop: StopRequest
+    watchdog: Watchdog
+    history: ValidationHistory
+    _write: Report = field(init=False)
+    _journal_position: JournalPosition = field(init=False)
+    # Last started step: its number, metrics, learning rate, and seconds waited for data.
+    _pending: tuple[int, Tree, float, float] | None = None
+    _saving: int | None = None  # step of the checkpoint that is being written
+    _last_finished_at: float = field(default_factory=time.perf_counter)
+    _flops: dict[str, float] = field(init=False)  # useful FLOPs per token, by metric name
+
+    def __post_init__(self) -> None:
+        program = self.program.settings
+        if sizes_unknown(program):
+            self._flops = self.programs["train"].record.get("flops_per_token", {})
+        else:
+            self._flops = useful_flops_per_token(with_native_model(program))
+
+    def run_steps(self, state: Tree, *, evaluate_first: bool = False) -> RunSummary:
+        """Run the steps from the first to run.steps, with evaluations and checkpoints.
+
+        Args:
+            state: state before the first step.
+            evaluate_first: whether the evaluation before the first step was given up by the run
+                that saved the checkpoint, and is repeated.
+        """
+        run, target, stop, watchdog = self.run, self.program.target, self.stop, self.watchdog
+        step = self.programs["train"]
+        validation, completed_steps, opened = None, self.start, False
+        if stop.should_stop():  # while the run was loading; there is nothing new to save
+            return self._summary(completed_steps, None)
+        if evaluate_first:
+            self._write, self._journal_position = self.open_journal()
+            opened = True
+            validation, _ = self._evaluate(self.start, state)
+        for index in range(self.start, run.steps):
+            if stop.signal is not None or self._has_stalled():  # in the first evaluation
+                break
+            rate = learning_rate(run.learning_rate, run.steps, index)
+            watchdog.move(DATA, index + 1)
+            batch, waited = self._next_batch()
+            watchdog.move(COMPUTING, index + 1)
+            outputs = step(state, *self.frozen, self.placement.to_devices(batch), np.float32(rate))
+            state, completed_steps = outputs["state"], index + 1
+            if not opened:
+                self._write, self._journal_position = self.open_journal()  # while it computes
+                opened = True
+            self._finish_pending_step()
+            self.checkpoints.raise_if_failed()
+            if not self.checkpoints.is_writing():
+                self._report_checkpoint()
+            self.data_check.raise_if_damaged()
+            if index == self.start + 1 and target.platform == "cpu":
+                use_huge_pages()  # heap of the first step, which has completed
+            self._pending = completed_steps, outputs["metrics"], rate, waited
+            last = completed_steps == run.steps
+            evaluated, is_best = None, False
+            if is_evaluation_due(run, completed_steps):
+                evaluated, is_best = self._evaluate(completed_steps, state)
+                validation = evaluated
+            stopping = stop.should_stop() or self._has_stalled()
+            saving = last or completed_steps % run.save_every == 0 or stopping
+            if saving or (is_best and run.keep_best):
+                self._finish_pending_step()  # checks that the loss is finite before saving
+                self.data_check.raise_if_damaged()
+                watchdog.move(SAVING, completed_steps)
+                self._save(completed_steps, state, evaluated)
+            if stopping:
+                break
+        self._finish_pending_step()
+        watchdog.move(SAVING, completed_steps)  # until the last checkpoint is complete
+        self.checkpoints.wait()
+        self._report_checkpoint()
+        summary = self._summary(completed_steps, validation)
+        self.notify("on_run_end", summary)
+        return summary
+
+    def _summary(self, completed_steps: int, validation: float | None) -> RunSummary:
+        run, stop = self.run, self.stop
+        is_complete = completed_steps == run.steps and (
+            run.data.validation is None or validation is not None
+        )
+        stopped = stop.signal.name if stop.signal and not is_complete else None
+        return RunSummary(
+            Path(run.directory),
+            completed_steps,
+            self.start or None,
+            validation,
+            stopped,
+            self.history.best_step,
+            stopped is None and completed_steps < run.steps,
+        )
+
+    def _has_stalled(self) -> bool:
+        return self.history.has_stalled(self.run.early_stopping_patience)
+
+    def _save(self, completed_steps: int, state: Tree, validation_loss: float | None) -> None:
+        self.checkpoints.save(  # waits until the previous one is complete
+            completed_steps,
+            lowering.backend(self.program.target).checkpoint_arrays(state),
+            self.loader.state(),
+            validation_loss=validation_loss,
+            journal=self._journal_position(),
+            **self.records,
+        )
+        self._report_checkpoint()
+        self._saving = completed_steps
+
+    def _report_checkpoint(self) -> None:
+        """Notify the callbacks of the checkpoint that was being written and is now complete."""
+        if self._saving is not None:
+            path = Path(self.run.directory) / "checkpoints" / str(self._saving)
+            self.notify("on_checkpoint", self._saving, path)
+            self._saving = None
+
+    def _next_batch(self) -> tuple[dict[str, np.ndarray], float]:
+        """Return this process's rows of the next batch, and the seconds waited for them."""
+        start_time = time.perf_counter()
+        return next(self.loader), time.perf_counter() - start_time
+
+    def _finish_pending_step(self) -> None:
+        """Wait for the metrics of the last started step, check that they are finite, write them.
+
+        Raises:
+            TrainingError: the loss or the gradient norm is not finite.
+        """
+        if self._pending is None:
+            return
+        completed_steps, metrics, rate, waited = self._pending
+        self._pending = None
+        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        extra_metrics = {
+            name: float(metrics[name]) for name in metrics if name not in _COMMON_METRICS
+        }
+        now = time.perf_counter()
+        seconds, self._last_finished_at = now - self._last_finished_at, now
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise TrainingError(self._not_finite(completed_steps, loss, norm))
+        tokens_per_second = self.program.batch.tokens / seconds
+        self._write(
+            {
+                "step": completed_steps,
+                "loss": loss,
+                "grad_norm": norm,
+                **extra_metrics,
+                "learning_rate": rate,
+                "targets": int(metrics["targets"]),
+                "step_seconds": round(seconds, 6),
+                "data_wait_seconds": round(waited, 6),
+                "tokens_per_second": round(tokens_per_second, 2),
+                **self._utilization(tokens_per_second),
+                "memory_bytes": lowering.backend(self.program.target).memory_in_use(),
+            }
+        )
+
+    def _utilization(self, tokens_per_second: float) -> dict[str, float | None]:
+        """Return the model FLOPs utilization (MFU); None if FLOPs or the peak are unknown."""
+        peak, flops_per_token = (
+            self.program.target.peak_flops(self.program.model.dtype),
+            self._flops,
+        )
+        return {
+            name: round(flops_per_token[name] * tokens_per_second / peak, 6)
+            if peak and flops_per_token
+            else None
+            for name in ("mfu", "mfu_causal")
+        }
+
+    def _not_finite(self, completed_steps: int, loss: float, norm: float) -> str:
+        self.checkpoints.wait()  # until the last checkpoint is complete
+        directory = Path(self.run.directory)
+        saved = saved_steps(directory / "checkpoints")
+        good = [step for step in saved if step in good_steps(read_journal(directory))]
+        text = (
+            f"step {completed_steps}: loss {loss}, gradient norm {norm}; the batch contains "
+            f"{self.loader.describe(completed_steps - 1)}; last good checkpoint: "
+            + (f"{directory}/checkpoints/{good[-1]}" if good else "none")
+        )
+        if saved and saved[-1] not in good:
+            text += (
+                f"; {directory}/checkpoints/{saved[-1]} is newer, but no step from it was finite: "
+                "move it away to resume from the one before it"
+            )
+        return text + (
+            "; the same command meets the same batch again: lower run.learning_rate.peak or "
+            "program.optimizer.clip_norm (and permit it with --allow-change NAME), or take these "
+            "documents out of the data"
+        )
+
+    def _evaluate(self, completed_steps: int, state: Tree) -> tuple[float | None, bool]:
+        """Return the validation loss, None if it was given up, and whether it is the lowest."""
+        loss = self._validate(completed_steps, state)
+        return loss, loss is not None and self.history.add(completed_steps, loss)
+
+    def _validate(self, completed_steps: int, state: Tree) -> float | None:
+        run = self.run
+        if run.data.validation is None:
+            return None
+        from graphtrain.run.evaluate import validation_loss
+
+        self._finish_pending_step()
+        evaluate = self.programs["evaluate"]
+        rows = BatchPlacement(evaluate.inputs("batch"), self.program.target).rows
+        batches = on_all_ranks(lambda: run_validation_batches(run, self.program.settings, rows))
+        weights = state["parameters"], *self.frozen
+        target = self.program.target
+
+        def should_stop(batch: int) -> bool:
+            self.watchdog.move(EVALUATING, completed_steps, batch)
+            self.checkpoints.raise_if_failed()
+            return self.stop.should_stop()
+
+        loss = validation_loss(evaluate, weights, batches, target, should_stop=should_stop)
+        if loss is None:
+            return None
+        self._write({"step": completed_steps, "validation_loss": loss})
+        self._last_finished_at = time.perf_counter()  # do not count the evaluation as step time
+        return loss
