@@ -54,11 +54,14 @@ class StepTime:
     @property
     def total(self) -> float | None:
         """Time of the step from the parts that are known; None if compute is not."""
-        if self.compute is None:
-            return None
+        return None if self.compute is None else self.known
+
+    @property
+    def known(self) -> float:
+        """Time of the parts that are known, by which strategies are compared."""
         sent = sum(seconds or 0.0 for seconds in self.communication.values())
         exposed = sent - (self.overlapped or 0.0)
-        return max(self.compute, self.memory or 0.0) + exposed + (self.bubble or 0.0)
+        return max(self.compute or 0.0, self.memory or 0.0) + exposed + (self.bubble or 0.0)
 
     @property
     def is_complete(self) -> bool:

@@ -56,12 +56,13 @@ def step_time(
         if set(axes.split("+")) <= OVERLAPPED_AXES
     )
     exposed = sum(seconds or 0.0 for seconds in communication.values()) - hideable
-    idle = None if compute is None else (compute + exposed) * bubble / (1 - bubble)
+    # Without a known compute time, what is known of the bubble: else a pipeline would look free.
+    idle = ((compute or 0.0) + exposed) * bubble / (1 - bubble)
     return StepTime(
         compute=compute,
         memory=_seconds_of_memory(program, memory),
         communication=communication,
-        bubble=idle if bubble else 0.0,
+        bubble=idle,
         overlapped=None if compute is None else min(hideable, compute),
     )
 

@@ -54,9 +54,8 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Time of a step; infinite if it is unknown or the program does not fit."""
-        total = None if self.time is None else self.time.total
-        return math.inf if total is None else total
+        """Known time of a step; infinite if the program does not fit."""
+        return math.inf if self.time is None else self.time.known
 
     @property
     def rank(self) -> tuple[float, float, float, int]:
