@@ -85,5 +85,6 @@ def test_without_cann_graphs_are_complete_and_a_run_says_what_it_takes(cold):
 
 
 def test_another_number_of_hosts_is_refused(cold):
-    _, err = cold.command("run", "config.toml", "--target", "ascend910b:16", status=2)
+    words = ["--target", "ascend910b:16", "--set", "program.batch.global_batch_size=16"]
+    _, err = cold.command("run", "config.toml", *words, status=2)
     assert "ascend910b:16 requires 2 processes, one for each host, but this run has 1" in err

@@ -66,7 +66,7 @@ def test_conversations_that_do_not_fit_are_refused_before_a_step(chats):
     long = {"instruction": "What is it", "output": "a long answer " * 9}
     (chats.path / "chats.jsonl").write_text((json.dumps(long) + "\n") * 50)
     options = ["--output", "chats", "--tokenizer", "tokenizer", "--template", "short.jinja"]
-    chats.command("data", "instruct", "chats.jsonl", *options)
+    chats.command("data", "instruct", "chats.jsonl", *options, "--replace")
     _, err = chats.command("run", "config.toml", *SETTINGS, status=2)
     assert "documents are longer than batch.seq_len = 32" in err and "run.data.overlong" in err
     assert not chats.curve()
