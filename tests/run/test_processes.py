@@ -1,5 +1,6 @@
 """One run in two processes of four devices, as on two hosts."""
 
+import json
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from places import CUBE, PROGRESS, Place
 
+from graphtrain.data.indexed.description import DatasetDescription
 from graphtrain.data.indexed.writer import IndexedWriter
 
 TWO = ["--target", "cpu:2x4", *CUBE[2:]]
@@ -341,6 +344,11 @@ def test_a_token_outside_the_vocabulary_is_reported_by_the_rank_that_reads_it_an
     with IndexedWriter(place.path / "odd", 400) as writer:
         for document in documents:
             writer.append(document)
+    description = DatasetDescription(
+        tokenizer="bytes", tokenizer_digest="", tokenizer_file=None, vocab=264, eod=None,
+        documents=128, tokens=4096, largest=7,  # not so, or the first check would refuse it
+    )  # fmt: skip
+    (place.path / "odd.json").write_text(json.dumps(asdict(description)))
     statuses, told = ended(ranks(place, "--set", "run.data.train=odd"))
     assert statuses == [2, 2], told
     named = "document 50 contains token 300, which is outside"
