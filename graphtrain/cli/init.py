@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,7 @@ def command(directory: Path, like: str, data: tuple[Path, ...], tokenizer: str |
         if (split := getattr(project.data, name)) is not None:
             say(f"{directory / 'data' / name}: {documents(split)}")
     say(f"{project.config_path}: {_description(project.config)}")
-    say(f"next: graphtrain run {directory} --compile")
+    say(f"next: {shlex.join(['graphtrain', 'run', str(directory), '--compile'])}")
 
 
 def _description(config: Config) -> str:

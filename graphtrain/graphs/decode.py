@@ -10,7 +10,7 @@ from lowering.graph import Graph
 from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec
 
-TOKENS_PER_CALL = {"prefill": 64, "decode": 1}  # tokens per call of each graph
+TOKENS_PER_CALL = {"prefill": 64, "decode": 1}  # tokens per call of each graph, at most
 
 
 def generation_graph(program: ResolvedProgram, name: str) -> Graph:
@@ -20,8 +20,10 @@ def generation_graph(program: ResolvedProgram, name: str) -> Graph:
     query sees their positions before they are overwritten.
     """
     model = open_language_model(program.model)
-    batch, count = program.batch.global_batch_size, TOKENS_PER_CALL[name]
-    longest = -(-program.batch.seq_len // TOKENS_PER_CALL["prefill"]) * TOKENS_PER_CALL["prefill"]
+    batch, seq_len = program.batch.global_batch_size, program.batch.seq_len
+    # A call with more tokens than the context would need learned positions that do not exist.
+    counts = {graph: min(count, seq_len) for graph, count in TOKENS_PER_CALL.items()}
+    count, longest = counts[name], -(-seq_len // counts["prefill"]) * counts["prefill"]
     kept = model.kv_cache_specs(batch, longest)
 
     def step(parameters: Tree, kept: Tree, tokens: jax.Array, begin: jax.Array) -> Tree:
