@@ -110,7 +110,8 @@ class TrainingLoop:
             opened = True
             validation, _ = self._evaluate(self.start, state)
         for index in range(self.start, run.steps):
-            if stop.signal is not None or self._has_stalled():  # in the first evaluation
+            # In the first evaluation. A signal that comes later is seen where the step is saved.
+            if index == self.start and (stop.signal is not None or self._has_stalled()):
                 break
             rate = learning_rate(run.learning_rate, run.steps, index)
             watchdog.move(DATA, index + 1)

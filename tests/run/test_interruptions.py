@@ -40,6 +40,36 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(place, number):
     assert place.curve() == place.curve("whole")
 
 
+LATE = """
+import contextlib, signal, sys
+import graphtrain.run.train as train
+from graphtrain.cli import main
+from graphtrain.run.signals import StopRequest
+
+class Late(StopRequest):
+    asked = 0
+
+    def should_stop(self):
+        answer = self.signal is not None
+        self.asked += 1
+        if self.asked == 6:
+            self.signal = signal.SIGTERM
+        return answer
+
+train.stop_requests = lambda: contextlib.nullcontext(Late())
+sys.argv = ["graphtrain", "run", "config.toml", "--set", "run.save_every=1000"]
+main()
+"""
+
+
+def test_a_signal_right_after_it_was_asked_for_saves_too(place):
+    process = place.start_python("-c", LATE)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGTERM and "saved in run" in out, err
+    steps = [int(path.name) for path in (place.path / "run/checkpoints").iterdir()]
+    assert steps == [len(place.curve())]
+
+
 def test_two_runs_in_one_directory_are_refused(place):
     process = place.start("run", "config.toml", "--set", "run.steps=100000")
     while not place.curve() and process.poll() is None:
