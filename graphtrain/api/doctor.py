@@ -7,8 +7,8 @@ from importlib import metadata
 from pathlib import Path
 
 from lowering.ascend import installation
-from lowering.extras import install_command, is_installed
 from lowering.machine import host
+from lowering.machine.extras import install_command, is_installed
 from lowering.machine.toolchain import Toolchain
 
 

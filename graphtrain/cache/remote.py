@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.errors import CacheError
-from lowering.extras import optional_import
+from lowering.machine.extras import optional_import
 
 RETRY_SECONDS = 120.0  # seconds; below the five minutes for which a signed request is valid
 _MAX_RETRIES, _RETRY_DELAY_SECONDS = (

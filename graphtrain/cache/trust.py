@@ -16,7 +16,7 @@ from typing import Any
 
 from graphtrain.cache.config_directory import config_directory
 from graphtrain.errors import CacheError
-from lowering.extras import optional_import
+from lowering.machine.extras import optional_import
 
 _PAYLOAD_TYPE = "application/vnd.graphtrain.statement+json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

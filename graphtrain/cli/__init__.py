@@ -19,7 +19,7 @@ import click
 from graphtrain.cli.terminal import say
 from graphtrain.cli.usage import Group, usage_message
 from graphtrain.errors import EXIT_STATUSES
-from lowering.extras import is_optional, missing_extra
+from lowering.machine.extras import is_optional, missing_extra
 
 _COMMAND_HELP = {
     "cache": "List, explain, verify, share and remove compiled programs.",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import lowering
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import TorchModel
-from lowering.extras import optional_import
+from lowering.machine.extras import optional_import
 
 if TYPE_CHECKING:
     from graphtrain.cache import Cache

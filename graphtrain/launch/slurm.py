@@ -20,7 +20,7 @@ from graphtrain.errors import LaunchError
 from graphtrain.files import validate
 from graphtrain.launch.job import Job
 from lowering.errors import PeerLost
-from lowering.extras import optional_import
+from lowering.machine.extras import optional_import
 from sharding_rules.documents import read_json
 
 _JOBS = "jobs.json"

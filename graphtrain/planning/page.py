@@ -22,7 +22,7 @@ from graphtrain.cost_model.roofline import PartRoofline, rooflines
 from graphtrain.planning.answer import Answer
 from graphtrain.planning.json_output import answer_as_json
 from graphtrain.planning.text import fit_summary
-from lowering.extras import missing_extra, optional_import
+from lowering.machine.extras import missing_extra, optional_import
 from sharding_rules.pipeline import bubble_fraction, timeline
 
 _TEMPLATES = Path(__file__).parent / "templates"

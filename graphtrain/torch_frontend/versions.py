@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphtrain.errors import ImportedModelError
-from lowering.extras import missing_extra
+from lowering.machine.extras import missing_extra
 from lowering.machine.toolchain import version
 
 TORCHAX = "0.0.14.dev20261026"

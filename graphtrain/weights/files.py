@@ -18,7 +18,7 @@ from typing_extensions import TypedDict  # pydantic refuses that of typing befor
 
 from graphtrain.errors import WeightsError
 from graphtrain.files import validate
-from lowering.extras import optional_import
+from lowering.machine.extras import optional_import
 from sharding_rules.documents import parse_object, read_object
 
 DTYPES = {

@@ -4,7 +4,7 @@ import ctypes.util
 import os
 from pathlib import Path
 
-from lowering.extras import install_command, is_installed
+from lowering.machine.extras import install_command, is_installed
 from lowering.machine.target import Target
 
 INSTALL_COMMAND = install_command("ascend")

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from lowering.errors import LoweringError
-from lowering.extras import is_installed, missing_extra
+from lowering.machine.extras import is_installed, missing_extra
 from lowering.machine.target import CHIPS_PER_HOST, Target
 
 _COMPILERS = {"tpu": "libtpu", "cuda": "jax_plugins.xla_cuda13"}  # module by platform

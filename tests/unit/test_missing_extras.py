@@ -10,8 +10,8 @@ from in_process import graphtrain
 
 from graphtrain import cli
 from graphtrain.data.prepare import chat_templates
-from lowering import extras
-from lowering.extras import MissingExtra
+from lowering.machine import extras
+from lowering.machine.extras import MissingExtra
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 

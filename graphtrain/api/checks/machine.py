@@ -9,7 +9,7 @@ from pathlib import Path
 from graphtrain.api.checks.problem import Problem
 from graphtrain.config.schema import Config, Program, TorchModel
 from lowering.errors import LoweringError
-from lowering.extras import MissingExtra, is_installed, missing_extra
+from lowering.machine.extras import MissingExtra, is_installed, missing_extra
 from lowering.machine.target import Target
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from graphtrain.data.prepare.conversations import Conversation, Message
 from graphtrain.data.tokenizers.protocol import Tokenizer, chat_template_of_config
 from graphtrain.errors import DataError
-from lowering.extras import optional_import
+from lowering.machine.extras import optional_import
 
 TrainOn = Literal["answers", "last", "all"]
 

@@ -18,7 +18,7 @@ from graphtrain.data.readers.records import (
     group_records,
 )
 from graphtrain.errors import DataError
-from lowering.extras import missing_extra
+from lowering.machine.extras import missing_extra
 
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 

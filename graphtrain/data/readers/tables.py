@@ -6,7 +6,7 @@ from typing import Any
 
 from graphtrain.data.readers.records import FilePosition, LocatedRecord, RecordGroup, group_records
 from graphtrain.errors import DataError
-from lowering.extras import optional_import
+from lowering.machine.extras import optional_import
 from sharding_rules.documents import read_json
 
 TABLE_SUFFIXES = (".parquet", ".arrow")

@@ -21,7 +21,7 @@ from graphtrain.data.tokenizers.special_tokens import (
 from graphtrain.data.tokenizers.word_cache import GPT2_WORDS_PATTERN, WordCache, splits_like_gpt2
 from graphtrain.errors import DataError
 from graphtrain.files import atomic_write
-from lowering.extras import optional_import
+from lowering.machine.extras import optional_import
 from sharding_rules.documents import DocumentError, parse_object, read_bytes
 
 # Files next to tokenizer.json: special tokens by role, and the chat template.

@@ -12,7 +12,7 @@ from typing import Any
 
 from graphtrain.errors import WeightsError
 from graphtrain.weights.files import unloadable
-from lowering.extras import optional_import
+from lowering.machine.extras import optional_import
 
 
 class Placeholder:

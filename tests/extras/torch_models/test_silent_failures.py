@@ -21,7 +21,7 @@ from graphtrain.torch_frontend.parity import check_parity, run_check_once
 from graphtrain.torch_frontend.source import key_ingredients
 from graphtrain.torch_frontend.strict import StrictEnvironment
 from graphtrain.torch_frontend.versions import check_versions
-from lowering.extras import MissingExtra
+from lowering.machine.extras import MissingExtra
 from lowering.trees import flatten
 
 MODULES = Path(__file__).with_name("modules.py")
