@@ -17,6 +17,7 @@ class Graph:
     outputs: Tree  # of ArraySpec
     donated: tuple[str, ...] = ()  # inputs whose buffers the outputs may reuse
     runs_once: bool = False  # prefer a short compilation to fast code
+    has_few_rows: bool = False  # its products read a weight for a few rows: do not copy weights
 
     def arrays(self) -> dict[str, ArraySpec]:
         """Return the spec of every input and output by path; the state has one path for both."""

@@ -15,7 +15,7 @@ from lowering.ascend import installation, launch
 from lowering.ascend.device import RankArray, RankProgram
 from lowering.ascend.ranks import Ranks
 from lowering.ascend.translate import MindirGraph, translate
-from lowering.errors import LoweringError
+from lowering.errors import LoweringError, PeerLost
 from lowering.graph import Graph
 from lowering.hlo import collectives
 from lowering.lowered import Lowered
@@ -186,6 +186,8 @@ def _ranks(target: Target) -> Ranks:
         return Ranks(cluster, _device(target))
     try:
         return Ranks(cluster, _device(target))
+    except PeerLost:
+        raise
     except LoweringError as error:
         raise LoweringError(
             f"{target} needs its devices and CANN, with CANN's set_env.sh sourced, but starting "

@@ -170,11 +170,12 @@ class RankProcesses:
 
         A signal asks for them, because the rank's main thread may be blocked in a collective.
         """
-        for rank in self.connections:
+        running = self.connections.keys() - self.not_running().keys()
+        for rank in running:
             with contextlib.suppress(ProcessLookupError):
                 self._processes[rank].send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _STACKS_TIMEOUT
-        for rank in self.connections:
+        for rank in running:
             path = self._stacks(rank)
             while not self._is_written(path) and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -187,6 +188,10 @@ class RankProcesses:
     def has_ended(self, rank: int) -> bool:
         """Return whether the process of a rank has ended."""
         return self._processes[rank].poll() is not None
+
+    def was_killed(self, rank: int) -> bool:
+        """Return whether a rank was ended from outside: by a person, or for want of memory."""
+        return self._processes[rank].returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
     def end_of(self, rank: int) -> str:
         """Return how a rank ended, with its last output."""

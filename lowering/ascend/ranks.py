@@ -20,6 +20,8 @@ from typing import Any
 
 from lowering.ascend.launch import START_TIMEOUT, Cluster, RankProcesses
 from lowering.errors import LoweringError, PeerLost
+from lowering.machine.rendezvous import names
+from lowering.xla import distributed
 
 _POLL_SECONDS = (
     1.0  # seconds between checks for ranks that died; child processes may keep connections open
@@ -37,6 +39,7 @@ class Ranks:
             device: MindSpore's name: CPU or Ascend.
 
         Raises:
+            PeerLost: a rank was killed before all have started.
             LoweringError: a rank did not start.
         """
         self.local_ranks = cluster.local_ranks
@@ -47,11 +50,10 @@ class Ranks:
         atexit.register(self.close)
         self._launched = RankProcesses(cluster, device, self.directory)
         self._connections = self._launched.connections
+        self._have_started = False
         with self._ending_all():
-            try:
-                started = self._receive(time.monotonic() + START_TIMEOUT)
-            except PeerLost as error:
-                raise LoweringError(f"{error} before the run could start") from None
+            started = self._receive(time.monotonic() + START_TIMEOUT)
+        self._have_started = True
         for rank, (reported_rank, failed) in started.items():
             if failed or reported_rank != rank:
                 self._launched.kill()
@@ -138,22 +140,31 @@ class Ranks:
                 if self._launched.has_ended(rank):
                     raise self._has_ended(rank)
             if time.monotonic() > until:
-                late = ", ".join(map(str, waiting.values()))
+                there = f" ({names(replies)} did)" if replies else ""
                 raise LoweringError(
-                    f"the ranks did not start within {START_TIMEOUT} s: no answer from rank {late}"
+                    f"{names(waiting.values())} did not start within {START_TIMEOUT} s{there}"
                 )
         return {rank: replies[rank] for rank in self.local_ranks}
 
-    def _has_ended(self, rank: int) -> PeerLost:
-        return PeerLost(f"rank {rank} has ended ({self._launched.end_of(rank)})")
+    def _has_ended(self, rank: int) -> LoweringError:
+        message = f"rank {rank} has ended ({self._launched.end_of(rank)})"
+        if self._have_started:
+            return PeerLost(message)
+        # A rank that ends by itself would do so again: MindSpore or the device cannot be used.
+        kind = PeerLost if self._launched.was_killed(rank) else LoweringError
+        return kind(f"{message} before all ranks had started")
 
     @contextlib.contextmanager
     def _ending_all(self) -> Iterator[None]:
-        """Kill all ranks on an error: if one has ended, the others would wait forever."""
+        """Kill all ranks on an error: if one has ended, the others would wait forever.
+
+        A watchdog of the run lets them write their stacks before it kills them.
+        """
         try:
             yield
-        except LoweringError:
-            self._launched.kill()
+        except LoweringError as error:
+            if not (isinstance(error, PeerLost) and distributed.is_watched.is_set()):
+                self._launched.kill()
             raise
 
     def close(self) -> None:

@@ -41,5 +41,5 @@ def write_stacks(directory: Path) -> None:
 
 def kill() -> None:
     """Kill the rank processes of this host."""
-    for group in groups:
+    for group in list(groups):  # a group that is killed leaves the list
         group.kill()

@@ -85,12 +85,14 @@ def _device_gradients(
     ticks = microbatches + 2 * (ring.size - 1)
 
     tick = _tick(pipeline, ring, copies, parameters, shards, microbatches)
-    carry, (scores, terms) = lax.scan(tick, (x, x, queue, stored_inputs, zeros), jnp.arange(ticks))
+    carry, (scores, of_stages) = lax.scan(
+        tick, (x, x, queue, stored_inputs, zeros), jnp.arange(ticks)
+    )
     x, returned, queue, _, gradients = carry
     _, queue = _exchange_with_queue(ring, jnp.int32(ticks), x, returned, queue)
     # The gradient of a microbatch is put into the queue 2 S - 1 ticks after the microbatch left it.
     queue_gradient = jnp.roll(queue, 1 - 2 * ring.size, axis=0)
-    return pipeline.total(scores, terms, copies), gradients, queue_gradient
+    return pipeline.total(scores, of_stages, copies), gradients, queue_gradient
 
 
 def _tick(
@@ -100,11 +102,13 @@ def _tick(
 
     The carry contains the activations from the previous stage, the gradient from the next stage,
     the queue, the stage inputs stored for the backward pass, and the accumulated gradients. The
-    outputs are the losses and terms of each tick.
+    outputs are the losses, terms and metrics of each tick.
     """
 
-    def work(rows: Tree, x: jax.Array, microbatch: jax.Array) -> tuple[jax.Array, Any]:
-        return pipeline.stage(rows, x, jnp.clip(microbatch, 0, microbatches - 1), ring.index)
+    def work(rows: Tree, x: jax.Array, microbatch: jax.Array) -> tuple[tuple[jax.Array, Any], Any]:
+        index = jnp.clip(microbatch, 0, microbatches - 1)
+        y, terms, metrics = pipeline.stage(rows, x, index, ring.index)
+        return (y, terms), metrics
 
     def only_real(microbatch: jax.Array, tree: Tree) -> Tree:
         return zero_unless((microbatch >= 0) & (microbatch < microbatches), tree)
@@ -115,21 +119,24 @@ def _tick(
         forward, scored = tick - ring.index, tick - (ring.size - 1)
         backward = tick - 2 * (ring.size - 1) + ring.index
 
-        y, terms = work(parameters["stages"], x, forward)
+        (y, terms), metrics = work(parameters["stages"], x, forward)
         stored_inputs = replace_slot(stored_inputs, forward % len(stored_inputs), x)
         shard = jax.tree.map(lambda array: read_slot(array, scored % microbatches), shards)
         scores, of_last, gradient = _sharded_loss(pipeline, ring, parameters["last"], y, shard)
 
         stored_input = read_slot(stored_inputs, backward % len(stored_inputs))
-        _, back = jax.vjp(
-            lambda rows, x: work(rows, x, backward), parameters["stages"], stored_input
+        _, back, _ = jax.vjp(
+            lambda rows, x: work(rows, x, backward),
+            parameters["stages"],
+            stored_input,
+            has_aux=True,
         )
         weight = jax.tree.map(lambda term: jnp.full_like(term, 1 / copies), terms)
         of_rows, gradient = back((jnp.where(ring.is_last, gradient, returned), weight))
 
         shares = {"stages": only_real(backward, of_rows), "last": only_real(scored, of_last)}
         gradients = jax.tree.map(jnp.add, gradients, shares)
-        reports = only_real(scored, scores), only_real(forward, terms)
+        reports = only_real(scored, scores), only_real(forward, (terms, metrics))
         return (
             ring.send_forward(y),
             ring.send_back(gradient),

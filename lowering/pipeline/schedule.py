@@ -41,13 +41,14 @@ from lowering.tracing.constrain import mesh_axes_of, placement
 from lowering.trees import Tree
 
 Scalars = Any  # a pytree of scalars
+StageResult = tuple[jax.Array, Scalars, Scalars]  # x, terms of the objective, metrics
 
 
 class PipelineLoss(NamedTuple):
     """Objective and metrics, summed over all microbatches."""
 
     objective: jax.Array  # loss to minimise, including the auxiliary terms of the stages
-    metrics: Scalars
+    metrics: tuple[Scalars, Scalars]  # of `last`, and of `stage`
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class Pipeline:
     """
 
     first: Callable[[Tree, Tree, jax.Array], jax.Array]  # (parameters, microbatch, its index) -> x
-    # (parameters of a chunk, x, indices of microbatch and chunk) -> (x, auxiliary terms of the
-    # objective, which are means over the sequences)
-    stage: Callable[[Tree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Scalars]]
+    # (parameters of a chunk, x, indices of microbatch and chunk) -> result, whose scalars are means
+    # over the sequences
+    stage: Callable[[Tree, jax.Array, jax.Array, jax.Array], StageResult]
     # (parameters, x, microbatch), or some positions of the last two -> (objective, metrics)
     last: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Scalars]]
     virtual_stages: int = 1  # chunks of layers for each stage (virtual stages)
@@ -78,11 +79,18 @@ class Pipeline:
         embed_all = jax.vmap(self.first, in_axes=(None, 0, 0), spmd_axis_name=ring.axis)
         return embed_all(weights, microbatches, indices)
 
-    def total(self, scores: tuple[jax.Array, Scalars], terms: Scalars, copies: int) -> PipelineLoss:
-        """Sum the losses of the microbatches and the stages' auxiliary terms of all ticks."""
+    def total(
+        self,
+        scores: tuple[jax.Array, Scalars],
+        of_stages: tuple[Scalars, Scalars],
+        copies: int,
+    ) -> PipelineLoss:
+        """Sum the losses of the microbatches, and the stages' terms and metrics of all ticks."""
         objective, reported = jax.tree.map(lambda array: array.sum(0), scores)
+        terms, stage_metrics = of_stages
         return PipelineLoss(
-            objective + sum(map(jnp.sum, jax.tree.leaves(terms))) / copies, reported
+            objective + sum(map(jnp.sum, jax.tree.leaves(terms))) / copies,
+            (reported, jax.tree.map(lambda array: array.sum(0) / copies, stage_metrics)),
         )
 
     def axes(self) -> tuple[Ring, tuple[str, ...]]:

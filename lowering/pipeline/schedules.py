@@ -15,6 +15,7 @@ from lowering.pipeline.schedule import (
     Pipeline,
     PipelineLoss,
     Scalars,
+    StageResult,
     loop_parameters,
     map_stages,
     mesh_axes_size,
@@ -56,11 +57,11 @@ def _forward(
         x, queue = _exchange_with_queue(pipeline, ring, tick, *carry)
         slot = tick - ring.index
         real = (slot >= 0) & (slot < microbatches * pipeline.virtual_stages)
-        y, terms = work(parameters["stages"], x, jnp.maximum(slot, 0))
-        return (ring.send_forward(y), queue), zero_unless(real, terms)
+        y, *of_stage = work(parameters["stages"], x, jnp.maximum(slot, 0))
+        return (ring.send_forward(y), queue), zero_unless(real, tuple(of_stage))
 
     ticks = microbatches * pipeline.virtual_stages + ring.size - 1
-    carry, terms = lax.scan(tick, (jnp.zeros_like(queue[0]), queue), jnp.arange(ticks))
+    carry, of_stages = lax.scan(tick, (jnp.zeros_like(queue[0]), queue), jnp.arange(ticks))
     _, queue = _exchange_with_queue(pipeline, ring, jnp.int32(ticks), *carry)
 
     def score(item: tuple[jax.Array, Tree]) -> tuple[jax.Array, Scalars]:
@@ -68,13 +69,13 @@ def _forward(
 
     # The result of a microbatch is put into the queue S exchanges after the microbatch left it.
     scores = lax.map(jax.checkpoint(score), (jnp.roll(queue, -ring.size, axis=0), block))
-    return pipeline.total(scores, terms, copies)
+    return pipeline.total(scores, of_stages, copies)
 
 
 def _chunk_work(pipeline: Pipeline, ring: Ring) -> Callable:
     """Return a stage's work in a slot: one microbatch in one round, in tick order."""
 
-    def work(rows: Tree, x: jax.Array, slot: jax.Array) -> tuple[jax.Array, Scalars]:
+    def work(rows: Tree, x: jax.Array, slot: jax.Array) -> StageResult:
         group, within = jnp.divmod(slot, ring.size * pipeline.virtual_stages)
         turn, position = jnp.divmod(within, ring.size)
         if pipeline.virtual_stages > 1:

@@ -1,6 +1,6 @@
 """constrain(x, "batch", "seq", "embed"): the only sharding function that models call."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -85,6 +85,20 @@ def manual_axes(mesh_axes: Iterable[str], inside: Placement | None = None) -> It
         yield
 
 
+@contextmanager
+def unsplit(*axes: str) -> Iterator[None]:
+    """Leave activations whole along array axes, in the code traced inside; as a batch of one is."""
+    current = _placement.get()
+    if current is None:
+        yield
+        return
+    split = current.rules.activations.items()
+    activations = {axis: names for axis, names in split if axis not in axes}
+    rules = replace(current.rules, activations=activations)
+    with set_context_variable(_placement, replace(current, rules=rules)):
+        yield
+
+
 def placement() -> Placement | None:
     """Return the current Placement; None outside `placed`."""
     return _placement.get()
@@ -136,6 +150,31 @@ def shards_of(axis: str) -> int:
     """Return the number of shards into which the rules split an array axis of activations."""
     current = _placement.get()
     return 1 if current is None else current.shape.size(mesh_axes_of(axis))
+
+
+def on_each_device(
+    function: Callable[..., jax.Array],
+    inputs: Sequence[PartitionSpec | None],
+    output: PartitionSpec,
+) -> Callable[..., jax.Array]:
+    """Return a function that each device calls with its shards; the same one without a mesh.
+
+    Args:
+        function: Function of the shards of a device.
+        inputs: How its arguments are split over the mesh; None for one that is None.
+        output: How its result is.
+    """
+    context = placement()
+    if context is None:
+        return function
+    return jax.shard_map(
+        function,
+        mesh=context.current_mesh,
+        in_specs=tuple(inputs),
+        out_specs=output,
+        axis_names=set(context.shape.axes) - set(context.manual),
+        check_vma=False,
+    )
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

@@ -45,6 +45,10 @@ _GPU_OPTIONS = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
 }
 
+# XLA computes products of one input as one, of weights that it copies side by side first: decode
+# would copy those of all layers in each call. 0 MB: of no size.
+_GPU_FEW_ROWS = {"xla_gpu_dot_merger_threshold_mb": 0}
+
 _FIXED_COUNT = (
     ", whose number of CPU devices was fixed when JAX was first used; use another process, or in a "
     "notebook restart the kernel, and run the target with the most devices first"
@@ -195,7 +199,8 @@ def lower(
     )
     with use_placement(mesh, rules) as placement, trace_for_target(traced_for or target):
         handle = jitted.lower(*(described(tree, name) for name, tree in graph.inputs.items()))
-    text, chosen = handle.as_text(), compiler_options(target, runs_once=graph.runs_once)
+    text = handle.as_text()
+    chosen = compiler_options(target, runs_once=graph.runs_once, has_few_rows=graph.has_few_rows)
     facts = _facts(graph, plan) | {"annotations": [vars(each) for each in placement.annotations]}
     return Lowered(graph.name, text, plan, target, facts, chosen, handle)
 
@@ -215,15 +220,18 @@ def _check_memories(graph: Graph, device: Device, target: Target) -> None:
         )
 
 
-def compiler_options(target: Target, *, runs_once: bool = False) -> dict[str, Any]:
+def compiler_options(
+    target: Target, *, runs_once: bool = False, has_few_rows: bool = False
+) -> dict[str, Any]:
     """Return the compiler options that differ from XLA's defaults.
 
     Args:
         target: the machine to compile for.
         runs_once: prefer a short compilation to fast code.
+        has_few_rows: do not copy weights for the sake of their products.
     """
     if target.platform == "cuda":
-        return dict(_GPU_OPTIONS)
+        return _GPU_OPTIONS | (_GPU_FEW_ROWS if has_few_rows else {})
     if target.platform != "cpu":
         return {}
     # LLVM dominates compile time on CPU. init of a 2-layer Llama: 0.9 s instead of 2.3 s.

@@ -16,20 +16,22 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from lowering.errors import LoweringError, PeerLost
+from lowering.machine import rendezvous
+from lowering.machine.rendezvous import Meeting
 from lowering.machine.target import Target
 from lowering.xla import private
 
-_JOIN_TIMEOUT = 300  # seconds for all processes to start and connect
+_CONNECT_TIMEOUT = 300  # seconds for JAX to connect processes that are all there
 _EXCHANGE_TIMEOUT = 600  # timeout in seconds for the slowest process to reach an exchange
 # Seconds without a heartbeat after which JAX considers a process dead. Longer than the silence that
 # graphtrain.run.watchdog accepts, which can name the rank and what it did.
 _HEARTBEAT_TIMEOUT = 120
 _ERROR_EXIT_TIMEOUT = 5  # seconds that rank 0 waits for the other ranks when all end with an error
 _SHUTDOWN_TIMEOUT = 120  # seconds that the first process to shut down waits for the last
-_MAX_LISTED_RANKS = 20  # ranks that a message lists
+_WATCHDOG_START = 10  # seconds from the connection of all processes to the start of the watchdog
 _WATCHDOG_TIME = 60  # seconds that a watchdog has to end this process when a connection is lost
 _SLICE_PORT = 8476  # of the coordinator on the first host of a TPU slice
 _SINGLE_PROCESS = SimpleNamespace(
@@ -106,19 +108,35 @@ def check_process_count(target: Target, member: Membership | None) -> None:
     )
 
 
-def initialize(member: Membership, target: Target) -> None:
+def initialize(
+    member: Membership, target: Target, *, join_timeout: float, silence: float = 60.0
+) -> None:
     """Join the other processes; call it before JAX's backend is initialized.
 
+    Args:
+        member: rank of this process.
+        target: machine of the run.
+        join_timeout: seconds for all processes to join.
+        silence: seconds without a heartbeat after which a process is lost until all are connected.
+
     Raises:
-        PeerLost: the other processes did not join in time.
-        LoweringError: this process cannot join them.
+        PeerLost: another process is lost, or did not join in time; the message names it.
+        LoweringError: this process cannot join the others.
     """
     _silence_xla()
+    address = member.coordinator or private.slurm_coordinator()
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or bind_address(address)
+    meeting = Meeting(member.rank, member.count, address, bind, join_timeout, silence)
+    with rendezvous.joined(meeting, _end_of_lost_rank):
+        _connect(member, target, address)
+
+
+def _connect(member: Membership, target: Target, address: str) -> None:
+    """Let JAX connect this process to the others."""
     options: dict[str, Any] = {}
     if member.coordinator:
         options["coordinator_address"] = member.coordinator
     if member.rank == 0 and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
-        address = member.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
         options["coordinator_bind_address"] = bind_address(address)
     if target.is_gpu and target.processes:
         # All GPUs of the host. JAX's default is one GPU for each process.
@@ -130,7 +148,7 @@ def initialize(member: Membership, target: Target) -> None:
             num_processes=member.count,
             process_id=member.rank,
             cluster_detection_method="deactivate" if member.coordinator else "slurm",
-            initialization_timeout=_JOIN_TIMEOUT,
+            initialization_timeout=_CONNECT_TIMEOUT,
             heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
             shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT,
         )
@@ -138,10 +156,9 @@ def initialize(member: Membership, target: Target) -> None:
         first = str(error).partition("\n")[0]
         is_late = first == "std::bad_cast" or first.startswith("DEADLINE_EXCEEDED")
         raise (PeerLost if is_late else LoweringError)(
-            f"rank {member.rank} of {member.count} processes could not join the others at "
-            f"{member.coordinator or 'the first node of the Slurm step'}: "
-            f"{f'not all were there within {_JOIN_TIMEOUT} s' if is_late else first}; check that "
-            "all processes are started and can reach that address"
+            f"rank {member.rank} of {member.count} processes could not connect to the others at "
+            f"{address}: {f'not all did within {_CONNECT_TIMEOUT} s' if is_late else first}; check "
+            "that all processes can reach that address"
         ) from None
 
 
@@ -225,12 +242,10 @@ def _missing(client: Any, directory: str) -> str:
     sent = set()
     with contextlib.suppress(RuntimeError):
         sent = {key.rpartition("/")[2] for key, _ in client.key_value_dir_get(directory)}
-    missing = [str(peer) for peer in range(count()) if str(peer) not in sent]
+    missing = [peer for peer in range(count()) if str(peer) not in sent]
     if not sent or not missing:
         return "the other ranks"
-    listed = ", ".join(missing[:_MAX_LISTED_RANKS])
-    omitted = len(missing) - _MAX_LISTED_RANKS
-    return f"rank {listed}{f' and {omitted} more' if omitted > 0 else ''}"
+    return rendezvous.names(missing)
 
 
 class StopAgreement:
@@ -260,25 +275,42 @@ class StopAgreement:
         return self._manager is not None and self._manager.reached_sync_point(poll)
 
 
+def _end_of_lost_rank(message: str) -> NoReturn:
+    """End this process, whose main thread waits for a rank that is lost, with a message."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: {message}; start the run again\n".encode())
+    os._exit(PeerLost.exit_status)
+
+
 def _end_without_peers() -> None:
     """End this process because the service of the run, or another process, is lost.
 
-    Called on a thread of XLA. A watchdog of the run, which knows more, has some seconds to say
-    which rank is lost, and ends the process.
+    Called on a thread of XLA. A watchdog of the run, which knows more, has some seconds to start,
+    to say which rank is lost, and to end the process.
     """
     connection_lost.set()
-    time.sleep(_WATCHDOG_TIME if is_watched.is_set() else 0)
-    os.write(2, b"error: the connection to the other processes of the run is lost; at least one of "
-             b"them has ended or no longer responds: see what it printed\n")  # fmt: skip
-    os._exit(PeerLost.exit_status)
+    if is_watched.wait(_WATCHDOG_START):
+        time.sleep(_WATCHDOG_TIME)
+    if _own_status:  # of an error that this process has reported while others ended, too
+        os._exit(_own_status[0])
+    lost = "another rank" if private.service_answers() else "rank 0"
+    _end_of_lost_rank(f"{lost} has ended or no longer responds: see what it printed")
 
 
 connection_lost = threading.Event()  # XLA has lost the service or another process
 is_watched = threading.Event()  # a watchdog ends this process if connection_lost is set
 
 
-def wait_for_failed_ranks() -> None:
-    """Prepare to exit with an error: rank 0, which runs the service, waits for the other ranks."""
+_own_status: list[int] = []  # exit status of an error that was reported
+
+
+def wait_for_failed_ranks(status: int) -> None:
+    """Prepare to exit with an error: rank 0, which runs the service, waits for the other ranks.
+
+    Args:
+        status: Exit status, also if the service is lost before rank 0 has heard of this process.
+    """
+    _own_status.append(status)
     client, peers = _state().client, range(1, count())
     with contextlib.suppress(RuntimeError):  # a process that has already ended does not respond
         if rank():

@@ -30,6 +30,20 @@ def distributed_state() -> Any:
     return distributed.global_state
 
 
+def slurm_coordinator() -> str:
+    """Return the address, host:port, at which JAX lets the processes of a Slurm step connect.
+
+    JAX computes it inside jax.distributed.initialize() only.
+    """
+    import os
+
+    from jax._src.clusters.slurm_cluster import SlurmCluster
+
+    given = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    port = os.environ.get("JAX_COORDINATOR_PORT")
+    return given or SlurmCluster.get_coordinator_address(None, port)
+
+
 def start_distributed_service(address: str, processes: int) -> Any:
     """Start the service to which the processes of a run connect.
 
@@ -114,7 +128,7 @@ def _handle_terminate(on_lost: Callable[[], None]) -> bool:
     function = ctypes.CFUNCTYPE(None)
 
     def terminate() -> None:
-        if _service_answers():
+        if service_answers():
             function(previous)()
         on_lost()
 
@@ -124,7 +138,7 @@ def _handle_terminate(on_lost: Callable[[], None]) -> bool:
     return True
 
 
-def _service_answers() -> bool:
+def service_answers() -> bool:
     """Return whether the service answers within 3 s; after an error, the client may block."""
     import threading
 

@@ -1,12 +1,12 @@
 """Locks of cache entries: a file beside a program marks that a process is compiling it.
 
 AWS's tools create an empty file and remove it at the end. If such a tool is killed, its lock
-remains, and processes that need the entry wait forever. graphtrain's lock names its owner, is
-locked in the kernel (flock) while the owner lives, and is touched every minute so that other hosts
-see that the owner lives.
+remains, and processes that need the entry wait forever. graphtrain creates the same file, because
+AWS's tools wait for nothing else, and writes into it which process owns it, as leases do. It is
+touched every minute so that other hosts see that the owner lives. File locks of the operating
+system are not used, because not every network file system has them.
 """
 
-import fcntl
 import json
 import os
 import time
@@ -17,10 +17,12 @@ from functools import cached_property
 from pathlib import Path
 
 from lowering.errors import LoweringError
+from lowering.machine import leases, owners
+from lowering.machine.leases import Lease
 
 SUFFIX = ".lock"
 TEMPORARY = ".graphtrain-"  # prefix of every file that a killed graphtrain process may leave
-_MUTEX_FILE = "graphtrain.lock"  # in the root: one process at a time creates or removes locks
+_MUTEX = "graphtrain.lease"  # in the root: one process at a time creates or removes locks
 _HEARTBEAT_TIMEOUT = (
     600  # seconds without a touch after which an owner on another host counts as dead
 )
@@ -121,7 +123,7 @@ def remove_stale(locks: list[Lock], root: Path, judge: LockChecker, *, force: bo
 
 
 def _create(path: Path) -> HeldLock | None:
-    """Create a lock with its content and kernel lock in one step; return None if one exists.
+    """Create a lock with its content in one step; return None if one exists.
 
     If the file were created first and written later, a process killed in between would leave an
     empty file like one of AWS's tools, which would block all other processes for hours.
@@ -129,9 +131,7 @@ def _create(path: Path) -> HeldLock | None:
     temporary = path.with_name(f"{TEMPORARY}{os.uname().nodename}-{os.getpid()}-lock")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
-    with suppress(OSError):  # some network file systems have no flock; touching still works
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    owner = {"tool": "graphtrain", "host": os.uname().nodename, "pid": os.getpid()}
+    owner = {"tool": "graphtrain"} | owners.this_process()
     os.write(descriptor, json.dumps(owner).encode())
     try:
         os.link(temporary, path)
@@ -153,37 +153,16 @@ def _owner(path: Path) -> dict | None:
 
 
 def _graphtrain_lock(path: Path, owner: dict, age: float) -> Lock:
-    name = f"graphtrain, process {owner['pid']} on {owner['host']}"
-    is_live = _is_held(path)
-    if is_live is None or (not is_live and owner["host"] != os.uname().nodename):
-        is_live = age < _HEARTBEAT_TIMEOUT
-    return Lock(path, is_live, name)
-
-
-def _is_held(path: Path) -> bool | None:
-    """Return whether a live process holds the kernel lock; None if that cannot be determined."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    return False
+    is_live = not owners.is_dead(owner) if owners.is_here(owner) else age < _HEARTBEAT_TIMEOUT
+    heartbeat = f"last heartbeat {max(0.0, age):.0f} s ago"
+    return Lock(path, is_live, f"graphtrain, {owners.describe(owner)}, {heartbeat}")
 
 
 @contextmanager
 def _mutex(root: Path) -> Iterator[None]:
-    """Exclude other processes; the kernel releases the guard if its holder dies."""
-    from filelock import FileLock
-
+    """Exclude other processes of graphtrain, on any host, while locks are created or removed."""
     try:
-        with FileLock(root / _MUTEX_FILE):
+        with leases.hold(Lease(root / _MUTEX)):
             yield
     except OSError as error:
         raise LoweringError(f"cannot lock entries of {root}: {error.strerror}") from None
