@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import optax
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.graphs.decode import TOKENS_PER_CALL, generation_graph
 from graphtrain.graphs.deferred_reduction import accumulate_then_reduce, can_defer
 from graphtrain.graphs.objectives import (
     answer_log_probs,
@@ -30,6 +29,7 @@ from graphtrain.graphs.objectives import (
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.optimizer import make_optimizer, moment_specs, pack, unpack
 from graphtrain.graphs.pipelined import pipelined_gradients, pipelined_loss
+from graphtrain.graphs.serving import serving_graph
 from graphtrain.models.attention.ring_order import to_ring_order
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.lora.layers import apply_lora
@@ -44,9 +44,9 @@ _SCALAR = ArraySpec((), (), "float32", "activation")
 
 
 def build_graph(program: ResolvedProgram, name: str) -> Graph:
-    """Build a graph of `request_keys.GRAPHS` or, for generation, of `decode.TOKENS_PER_CALL`."""
-    if name in TOKENS_PER_CALL:
-        return generation_graph(program, name)
+    """Build a graph of `names.graphs_for`."""
+    if (graph := serving_graph(program, name)) is not None:
+        return graph
     return {"init": _init, "train": _train, "evaluate": _evaluate}[name](program)
 
 
@@ -165,10 +165,10 @@ def accumulate_gradients(
     microbatches = program.batch.microbatches
     parameters, specs = state["parameters"], parameter_specs_of(program)
     if (stages := program.stages) is not None:
-        gradients, loss = pipelined_gradients(
+        gradients, metrics = pipelined_gradients(
             program, stages, state, batch, step_key(program, state)
         )
-        return constrain_tree(gradients, specs, "optimizer"), {"loss": loss}
+        return constrain_tree(gradients, specs, "optimizer"), metrics
     make = preference_objective if program.loss.kind == "dpo" else cross_entropy_objective
     objective = make(program, state, frozen, batch)
     if program.batch.gradient_reduction == "per_step" and can_defer():

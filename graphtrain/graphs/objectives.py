@@ -12,9 +12,9 @@ from graphtrain.graphs.deferred_reduction import Objective, replica_key, vary_tr
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.token_loss import weighted_loss
 from graphtrain.models.attention.segment_mask import isolate_documents
-from graphtrain.models.block import AuxiliaryLosses
 from graphtrain.models.chunk_size import loss_chunk
 from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
+from graphtrain.models.layer_terms import LayerTerms
 from graphtrain.models.lora.layers import apply_lora, reference_parameters
 from graphtrain.models.loss import dpo_loss, log_probabilities
 from lowering.tracing.threefry import UNROLLED_THREEFRY
@@ -22,8 +22,9 @@ from lowering.trees import Tree
 
 
 def metric_names(program: ResolvedProgram) -> tuple[str, ...]:
-    """Return the names of the metrics that the loss reports."""
-    return ("loss", "margin", "accuracy") if program.loss.kind == "dpo" else ("loss",)
+    """Return the names of the metrics that the loss and the layers of the model report."""
+    of_loss = ("loss", "margin", "accuracy") if program.loss.kind == "dpo" else ("loss",)
+    return (*of_loss, *open_language_model(program.model).layer_metrics)
 
 
 def cross_entropy_objective(
@@ -41,8 +42,8 @@ def cross_entropy_objective(
     run = _forward_with(program, state, frozen, partial(token_losses, total=targets))
 
     def objective(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Tree]:
-        (value, loss), added = run(parameters, microbatch, index)
-        return value + added, {"loss": loss}
+        (value, loss), added, metrics = run(parameters, microbatch, index)
+        return value + added, {"loss": loss, **metrics}
 
     return objective
 
@@ -54,8 +55,8 @@ def token_losses(
     dropout_key: jax.Array | None = None,
     *,
     total: jax.Array | float = 1.0,
-) -> tuple[tuple[jax.Array, jax.Array], AuxiliaryLosses]:
-    """Return the objective and the sum of -log p(target), and the layers' auxiliary losses.
+) -> tuple[tuple[jax.Array, jax.Array], LayerTerms]:
+    """Return the objective and the sum of -log p(target), and the layers' terms.
 
     Args:
         program: Settings.
@@ -68,10 +69,10 @@ def token_losses(
     tokens, (targets, counts) = batch["tokens"], _targets_and_weights(batch)
     chunk = loss_chunk(program) if model.has_separate_head else None
     if chunk is None:
-        out, auxiliary = model.forward(weights, tokens, dropout_key=dropout_key)
+        out, terms = model.forward(weights, tokens, dropout_key=dropout_key)
         objective, loss = weighted_loss(program.loss, out, targets, counts)
-        return (objective / total, loss / total), auxiliary
-    hidden, head, auxiliary = model.head_inputs(weights, tokens, dropout_key=dropout_key)
+        return (objective / total, loss / total), terms
+    hidden, head, terms = model.head_inputs(weights, tokens, dropout_key=dropout_key)
     scored = LossHead(
         chunk,
         settings.tie_word_embeddings,
@@ -81,16 +82,16 @@ def token_losses(
     )
     # Divide the weights, not the result: the chunks compute gradients already, and to scale those
     # later would read and write them once more.
-    return chunked_cross_entropy(hidden, head, targets, counts / total, scored), auxiliary
+    return chunked_cross_entropy(hidden, head, targets, counts / total, scored), terms
 
 
 def answer_log_probs(
     program: ResolvedProgram, weights: Tree, batch: Tree, dropout_key: jax.Array | None = None
-) -> tuple[jax.Array, AuxiliaryLosses]:
-    """Return log p of each row's answer (batch,), and the layers' auxiliary losses."""
+) -> tuple[jax.Array, LayerTerms]:
+    """Return log p of each row's answer (batch,), and the layers' terms."""
     model = open_language_model(program.model)
-    out, auxiliary = model.forward(weights, batch["tokens"], dropout_key=dropout_key)
-    return log_probabilities(out, *_targets_and_weights(batch)), auxiliary
+    out, terms = model.forward(weights, batch["tokens"], dropout_key=dropout_key)
+    return log_probabilities(out, *_targets_and_weights(batch)), terms
 
 
 def _targets_and_weights(batch: Tree) -> tuple[jax.Array, jax.Array]:
@@ -113,10 +114,10 @@ def preference_objective(
 
     def objective(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Tree]:
         reference = reference_log_probs(program, frozen, microbatch)
-        log_probs, added = run(parameters, microbatch, index)
-        metrics = dpo_loss(log_probs - reference, pair_mask(microbatch["weights"]), program.loss)
-        metrics = {name: total / pairs for name, total in metrics.items()}
-        return metrics["loss"] + added, metrics
+        log_probs, added, of_layers = run(parameters, microbatch, index)
+        sums = dpo_loss(log_probs - reference, pair_mask(microbatch["weights"]), program.loss)
+        metrics = {name: total / pairs for name, total in sums.items()}
+        return metrics["loss"] + added, metrics | of_layers
 
     return objective
 
@@ -126,14 +127,14 @@ def _forward_with(
 ) -> Callable[..., Any]:
     """Return a function that applies `compute` to a microbatch with the trained parameters.
 
-    It returns the result of `compute` and the layers' auxiliary losses, divided by the number of
+    It returns the result of `compute`, and the layers' losses and metrics, divided by the number of
     microbatches.
     """
     key, adapter = step_key(program, state), program.adapter
     adapter_has_dropout = adapter is not None and bool(adapter.dropout)
     model_has_dropout = open_language_model(program.model).has_dropout
 
-    def run(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Any]:
+    def run(parameters: Tree, microbatch: Tree, index: Any) -> tuple[Any, jax.Array | float, Tree]:
         dropout_key = (
             replica_key(jax.random.fold_in(key, index))
             if adapter_has_dropout or model_has_dropout
@@ -142,8 +143,10 @@ def _forward_with(
         weights = apply_lora(program.settings, parameters, vary_tree(frozen), dropout_key)
         model_dropout_key = dropout_key if model_has_dropout else None
         with isolate_documents(microbatch.get("documents")):
-            output, auxiliary = compute(program, weights, microbatch, model_dropout_key)
-        return output, sum(auxiliary.values()) / program.batch.microbatches
+            output, terms = compute(program, weights, microbatch, model_dropout_key)
+        microbatches = program.batch.microbatches
+        metrics = {name: value / microbatches for name, value in terms.metrics.items()}
+        return output, sum(terms.losses.values()) / microbatches, metrics
 
     return run
 

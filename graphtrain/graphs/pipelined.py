@@ -19,8 +19,8 @@ from sharding_rules.pipeline import Stages
 
 def pipelined_gradients(
     program: ResolvedProgram, stages: Stages, state: Tree, batch: Tree, key: jax.Array
-) -> tuple[Tree, jax.Array]:
-    """Return gradients and loss of all microbatches, in which each target weighs the same.
+) -> tuple[Tree, Tree]:
+    """Return gradients and metrics of all microbatches, in which each target weighs the same.
 
     Args:
         program: Settings.
@@ -45,13 +45,18 @@ def pipelined_gradients(
     if program.pipeline.schedule == "1f1b":
         parameters = model.split_for_pipeline(state["parameters"])
         value, gradients = one_f_one_b_gradients(pipeline, parameters, batch)
-        return model.merge_gradients(gradients, state["parameters"]), value.metrics
+        return model.merge_gradients(gradients, state["parameters"]), _by_name(value.metrics)
 
     def objective(parameters: Tree) -> PipelineLoss:
         return pipeline_loss(pipeline, model.split_for_pipeline(parameters), batch)
 
-    (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(state["parameters"])
-    return gradients, loss
+    (_, metrics), gradients = jax.value_and_grad(objective, has_aux=True)(state["parameters"])
+    return gradients, _by_name(metrics)
+
+
+def _by_name(metrics: tuple[jax.Array, Tree]) -> Tree:
+    loss, of_stages = metrics
+    return {"loss": loss, **of_stages}
 
 
 def pipelined_loss(
@@ -72,4 +77,4 @@ def pipelined_loss(
     )
     microbatches = split_batch(batch, stages.stages, devices)
     pipeline = model.pipeline(stages, score, None, 1.0, microbatches["tokens"])
-    return pipeline_loss(pipeline, model.split_for_pipeline(parameters), microbatches).metrics
+    return pipeline_loss(pipeline, model.split_for_pipeline(parameters), microbatches).metrics[0]

@@ -11,6 +11,7 @@ from flax import nnx
 from graphtrain.config.schema import Model
 from graphtrain.models.attention.module import Attention
 from graphtrain.models.init import ParameterKeys
+from graphtrain.models.layer_terms import NO_TERMS, LayerTerms
 from graphtrain.models.mlp import MLP
 from graphtrain.models.moe import MixtureMLP
 from graphtrain.models.norms import Norm
@@ -18,8 +19,6 @@ from graphtrain.models.projection import PROJECTION
 from lowering.tracing.constrain import constrain, draw_shard, reshard
 from lowering.tracing.deferred_gradient import attach_reductions
 from lowering.tracing.weight_layout import keep_row_major
-
-AuxiliaryLosses = dict[str, jax.Array]  # auxiliary losses by name, weighted float32 scalars
 
 
 class Block(nnx.Module):
@@ -36,15 +35,18 @@ class Block(nnx.Module):
         self.mlp = MLP(model, keys) if model.moe is None else MixtureMLP(model, keys)
 
     def __call__(
-        self, x: jax.Array, dropout_key: jax.Array | None = None, full: jax.Array | None = None
-    ) -> tuple[jax.Array, AuxiliaryLosses]:
-        """Return the new residual stream (batch, seq, embed) and the block's auxiliary losses.
+        self,
+        x: jax.Array,
+        dropout_key: jax.Array | None = None,
+        full: bool | jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerTerms]:
+        """Return the new residual stream (batch, seq, embed) and the block's terms.
 
         Args:
             x: Residual stream (batch, seq, embed).
             dropout_key: Random key; without it there is no dropout.
             full: Whether this layer has global attention although the model has a sliding window;
-                without it, the model's window applies.
+                without it, the model's window applies. An array in a scan over layers.
         """
         attention_key, mlp_key = split_key(dropout_key)
         update = scatter_residual(self.attention(gather_residual(self.attention_norm(x)), full))
@@ -52,12 +54,12 @@ class Block(nnx.Module):
             update = self.attention_post_norm(update)
         x = x + dropout(update, self.dropout, attention_key)
         mlp_output = self.mlp(gather_residual(self.mlp_norm(x)))
-        update, auxiliary = mlp_output if isinstance(mlp_output, tuple) else (mlp_output, {})
+        update, terms = mlp_output if isinstance(mlp_output, tuple) else (mlp_output, NO_TERMS)
         update = scatter_residual(update)
         if self.post_norm:
             update = self.mlp_post_norm(update)
         x = x + dropout(update, self.dropout, mlp_key)
-        return constrain_residual(x), auxiliary
+        return constrain_residual(x), terms
 
 
 RESIDUAL_AXES = ("batch", "residual", "embed")
@@ -112,7 +114,7 @@ def stack_layers(model: Model, keys: ParameterKeys) -> Block:
 
 def apply_layers(
     model: Model, layers: Block, x: jax.Array, dropout_key: jax.Array | None = None
-) -> tuple[jax.Array, AuxiliaryLosses]:
+) -> tuple[jax.Array, LayerTerms]:
     """Run x (batch, seq, embed) through all layers of a model; see apply_stack."""
     keys = layer_keys(model, dropout_key)
     return apply_stack(model, layers, x, keys, full=global_attention_layers(model))
@@ -122,7 +124,17 @@ def global_attention_layers(model: Model) -> jax.Array | None:
     """Return which layers have global attention, bool (layers,); None if all layers are alike."""
     if model.global_attention_every is None:
         return None
-    return (jnp.arange(model.layers) + 1) % model.global_attention_every == 0
+    return has_global_attention(model, jnp.arange(model.layers))
+
+
+def has_global_attention(model: Model, layer: Any) -> Any:
+    """Return whether a layer of a model with global_attention_every has global attention.
+
+    Args:
+        model: Settings.
+        layer: Index of the layer, or an array of indices.
+    """
+    return (layer + 1) % model.global_attention_every == 0
 
 
 def layer_keys(model: Model, dropout_key: jax.Array | None) -> jax.Array | None:
@@ -137,8 +149,8 @@ def apply_stack(
     keys: jax.Array | None = None,
     is_layer: jax.Array | None = None,
     full: jax.Array | None = None,
-) -> tuple[jax.Array, AuxiliaryLosses]:
-    """Run x through a stack of layers and sum their auxiliary losses.
+) -> tuple[jax.Array, LayerTerms]:
+    """Run x through a stack of layers and sum their terms.
 
     Layers run in a scan, so that neither the program nor its compile time grows with depth;
     `model.unroll` layers are unrolled in each iteration.
@@ -154,21 +166,19 @@ def apply_stack(
     """
     block, parameters = nnx.split(layers)
 
-    def one_layer(x: jax.Array, layer: tuple[Any, ...]) -> tuple[jax.Array, AuxiliaryLosses]:
+    def one_layer(x: jax.Array, layer: tuple[Any, ...]) -> tuple[jax.Array, LayerTerms]:
         parameters, key, row_is_layer, full = layer
-        y, auxiliary = nnx.merge(block, _keep_row_major(attach_reductions(parameters)))(
-            x, key, full
-        )
+        y, terms = nnx.merge(block, _keep_row_major(attach_reductions(parameters)))(x, key, full)
         if row_is_layer is None:
-            return y, auxiliary
+            return y, terms
         return jnp.where(row_is_layer, y, x), jax.tree.map(
-            lambda loss: jnp.where(row_is_layer, loss, 0), auxiliary
+            lambda term: jnp.where(row_is_layer, term, 0), terms
         )
 
     body = _checkpoint(one_layer, model)
     scanned = (parameters, keys, is_layer, full)
-    x, auxiliary = jax.lax.scan(body, x, scanned, unroll=model.unroll)
-    return x, jax.tree.map(jnp.sum, auxiliary)
+    x, terms = jax.lax.scan(body, x, scanned, unroll=model.unroll)
+    return x, jax.tree.map(jnp.sum, terms)
 
 
 def _keep_row_major(parameters: Any) -> Any:

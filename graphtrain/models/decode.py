@@ -6,54 +6,66 @@ import jax
 from flax import nnx
 
 from graphtrain.config.schema import Model
-from graphtrain.models.attention.kv_cache import at_cache_offset, use_cache
-from graphtrain.models.block import Block, global_attention_layers
+from graphtrain.models.attention.cache_layout import CachedLayer
+from graphtrain.models.attention.kv_cache import CacheRows, continue_rows, use_cache
+from graphtrain.models.block import has_global_attention
 from graphtrain.models.decoder import Parameters, merge
-from lowering.tracing.deferred_gradient import attach_reductions
 from lowering.trees import Tree
-from sharding_rules.arrays import ArraySpec
 
 
-def kv_cache_specs(model: Model, sequences: int, max_seq_len: int) -> Tree:
-    """Return the ArraySpecs of a KV cache for `sequences` sequences of up to `longest` tokens.
-
-    Keys and values are each (layers, batch, longest, kv_heads, head_dim).
-    """
+def cached_layers(model: Model) -> dict[str, CachedLayer]:
+    """Return the layers whose keys and values are cached, by name."""
     assert model.kv_heads and model.head_dim
-    shape = (model.layers, sequences, max_seq_len, model.kv_heads, model.head_dim)
-    axes = ("layers", "batch", None, "kv_heads", "head_dim")
-    return dict.fromkeys(("key", "value"), ArraySpec(shape, axes, model.dtype, "activation"))
+    return {
+        f"{index:03}": CachedLayer(
+            model.kv_heads,
+            model.head_dim,
+            None if _is_global(model, index) else model.sliding_window,
+        )
+        for index in range(model.layers)
+    }
+
+
+def _is_global(model: Model, index: int) -> bool | None:
+    """Return whether a layer has global attention; None if all layers are alike."""
+    return has_global_attention(model, index) if model.global_attention_every else None
 
 
 def decode_step(
-    model: Model, parameters: Parameters, kv_cache: Tree, tokens: jax.Array, offset: jax.Array
+    model: Model,
+    parameters: Parameters,
+    kv_cache: Tree,
+    tokens: jax.Array,
+    rows: CacheRows,
+    last: jax.Array | None = None,
 ) -> tuple[jax.Array, Tree]:
     """Return the logits (batch, seq, vocab) of new tokens, and the updated KV cache.
 
+    Layers are written out, not scanned: a scan would copy the weights and the cache of each layer.
+
     Args:
         model: Settings.
-        parameters: Weights.
-        kv_cache: KV cache of the earlier tokens, as in kv_cache_specs.
+        parameters: Weights, those of the layers as tuples of arrays.
+        kv_cache: KV cache of the earlier tokens: {"key", "value"} by the names of cached_layers.
         tokens: Ids of the new tokens (batch, seq).
-        offset: Cache offset: the position of the first new token.
+        rows: Slots and offsets of the batch.
+        last: Index of the only token whose logits are returned, a scalar.
     """
-    decoder = merge(model, parameters)
-    with at_cache_offset(offset):
-        x, kv_cache = _decode_layers(model, decoder.layers, decoder.embed(tokens, None), kv_cache)
-    return decoder.unembed(decoder.final_norm(x)), kv_cache
-
-
-def _decode_layers(
-    model: Model, layers: Block, x: jax.Array, cache: Tree
-) -> tuple[jax.Array, Tree]:
-    block, parameters = nnx.split(layers)
-
-    def one_layer(x: jax.Array, layer: tuple) -> tuple[jax.Array, Tree]:
-        parameters, key, value, full = layer
-        with use_cache(key, value) as layer_cache:
-            x, _ = nnx.merge(block, attach_reductions(parameters))(x, None, full)
-        return x, {"key": layer_cache.key, "value": layer_cache.value}
-
-    return jax.lax.scan(
-        one_layer, x, (parameters, cache["key"], cache["value"], global_attention_layers(model))
-    )
+    decoder = merge(model, {name: tree for name, tree in parameters.items() if name != "layers"})
+    block, _ = nnx.split(decoder.layers)
+    updated = {}
+    with continue_rows(rows):
+        x = decoder.embed(tokens, None)
+        for index, (name, layer) in enumerate(kv_cache.items()):
+            weights = jax.tree.map(
+                lambda arrays, index=index: arrays[index],
+                parameters["layers"],
+                is_leaf=lambda node: isinstance(node, tuple),
+            )
+            with use_cache(**layer) as cache:
+                full = _is_global(model, index)
+                x, _ = nnx.merge(block, nnx.State(weights))(x, None, full)
+            updated[name] = {"key": cache.key, "value": cache.value}
+    if last is not None:
+        x = jax.lax.dynamic_slice_in_dim(x, last, 1, 1)
+    return decoder.unembed(decoder.final_norm(x)), updated

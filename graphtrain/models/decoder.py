@@ -6,13 +6,14 @@ leading layer axis. Parameters of norms and biases are named "scale", "bias" or 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from graphtrain.config.schema import Model
 from graphtrain.models import init
@@ -22,7 +23,6 @@ from graphtrain.models.attention.score_mods import soft_cap
 from graphtrain.models.attention.segment_mask import segment_positions
 from graphtrain.models.block import (
     GATHERED_AXES,
-    AuxiliaryLosses,
     apply_layers,
     constrain_residual,
     dropout,
@@ -30,10 +30,12 @@ from graphtrain.models.block import (
     split_key,
     stack_layers,
 )
+from graphtrain.models.layer_terms import LayerTerms
 from graphtrain.models.matmul import dot
 from graphtrain.models.norms import Norm
 from graphtrain.models.vocab_padding import mask_padding
 from lowering.tracing.constrain import constrain, in_shard_map
+from lowering.tracing.cpu_hints import materialize
 from lowering.tracing.deferred_gradient import attach_reductions
 from sharding_rules.arrays import ArraySpec
 
@@ -109,6 +111,11 @@ def embedding_lookup(
         by_product: Sum the gradients by a matrix product. XLA's partitioner crashes on a scatter
             inside a shard_map over part of the mesh (jax 0.11).
     """
+    if table.dtype == jnp.bfloat16 and dtype == "float32":
+        # XLA:CPU converts what it looks up to float32: the whole table, if it may be done once
+        # before a loop over tokens. After a barrier inside the loop, it converts the rows.
+        table, tokens = materialize((table, tokens))
+        return jnp.take(constrain(table, "vocab", "embed"), tokens, axis=0).astype(dtype)
     return jnp.take(constrain(table.astype(dtype), "vocab", "embed"), tokens, axis=0)
 
 
@@ -128,7 +135,30 @@ def _rows_backward(
     if use_matmul:
         one_hot = jax.nn.one_hot(tokens, table.shape[0], dtype=dtype)
         return dot("bsv,bse->ve", one_hot, gradient, table.dtype), None
-    return jnp.zeros_like(table).at[tokens].add(gradient.astype(table.dtype)), None
+    return _sum_by_token(table.shape, table.dtype, tokens, gradient), None
+
+
+def _sum_by_token(
+    shape: tuple[int, ...], dtype: DTypeLike, tokens: jax.Array, gradient: jax.Array
+) -> jax.Array:
+    """Return the gradients (..., embed) of the looked-up rows, summed by token id like a table.
+
+    Of a pipeline's microbatches, which jax.vmap embeds, it is one sum. JAX would make one table for
+    each microbatch, and XLA would reduce each over the devices before it adds them.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def total(tokens: jax.Array, gradient: jax.Array) -> jax.Array:
+        return jnp.zeros(shape, dtype).at[tokens].add(gradient.astype(dtype))
+
+    @total.def_vmap
+    def of_microbatches(
+        axis_size: int, is_batched: Sequence[bool], tokens: jax.Array, gradient: jax.Array
+    ) -> tuple[jax.Array, bool]:
+        assert all(is_batched), "microbatches with the same tokens"
+        return total(tokens, gradient), False
+
+    return total(tokens, gradient)
 
 
 embedding_lookup.defvjp(_rows_forward, _rows_backward)
@@ -147,12 +177,12 @@ class Decoder(nnx.Module):
 
     def hidden(
         self, tokens: jax.Array, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, AuxiliaryLosses]:
-        """Return normed hidden states (batch, seq, embed) and the layers' auxiliary losses."""
+    ) -> tuple[jax.Array, LayerTerms]:
+        """Return normed hidden states (batch, seq, embed) and the layers' terms."""
         embedding_key, layers_key = split_key(dropout_key)
         x = self.embed(tokens, embedding_key)
-        x, auxiliary = apply_layers(self.model, self.layers, x, layers_key)
-        return self.final_norm(x), auxiliary
+        x, terms = apply_layers(self.model, self.layers, x, layers_key)
+        return self.final_norm(x), terms
 
     def embed(self, tokens: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
         """Return embedded tokens (batch, seq, embed) after dropout."""
@@ -169,7 +199,7 @@ class Decoder(nnx.Module):
     def head_weights(self) -> jax.Array:
         """Return the LM head's weights (embed, vocab); if tied to the embedding, (vocab, embed)."""
         tied = self.model.tie_word_embeddings
-        head = self.embedding.tokens[...] if tied else self.head[...]
+        head = self.embedding.tokens[...] if tied else self.head.get_value()
         return _unit_length(head, axis=1 if tied else 0) if self.model.unit_norm_head else head
 
 
@@ -197,14 +227,14 @@ def forward(
     tokens: Int[Array, "batch seq"],
     *,
     dropout_key: jax.Array | None = None,
-) -> tuple[Float[Array, "batch seq vocab"], AuxiliaryLosses]:
-    """Return float32 logits (batch, seq, vocab) and the layers' auxiliary losses.
+) -> tuple[Float[Array, "batch seq vocab"], LayerTerms]:
+    """Return float32 logits (batch, seq, vocab) and the layers' terms.
 
     Without a dropout key there is no dropout.
     """
     decoder = merge(model, parameters)
-    x, auxiliary = decoder.hidden(tokens, dropout_key)
-    return decoder.unembed(x), auxiliary
+    x, terms = decoder.hidden(tokens, dropout_key)
+    return decoder.unembed(x), terms
 
 
 def head_inputs(
@@ -213,16 +243,16 @@ def head_inputs(
     tokens: Int[Array, "batch seq"],
     *,
     dropout_key: jax.Array | None = None,
-) -> tuple[Float[Array, "batch seq embed"], jax.Array, AuxiliaryLosses]:
-    """Return the LM head's input, the head's weights, and the layers' auxiliary losses.
+) -> tuple[Float[Array, "batch seq embed"], jax.Array, LayerTerms]:
+    """Return the LM head's input, the head's weights, and the layers' terms.
 
     The input is (batch, seq, embed), gathered from the residual stream's sharding; the weights
     are those of `Decoder.head_used`. Without a dropout key there is no dropout.
     """
     decoder = merge(model, parameters)
-    x, auxiliary = decoder.hidden(tokens, dropout_key)
+    x, terms = decoder.hidden(tokens, dropout_key)
     with jax.named_scope("head"):
-        return gather_residual(x), decoder.head_weights(), auxiliary
+        return gather_residual(x), decoder.head_weights(), terms
 
 
 def merge(model: Model, parameters: Parameters) -> Decoder:

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from graphtrain.errors import ConfigError
+from graphtrain.models.layer_terms import NO_TERMS, LayerTerms
+from graphtrain.models.protocol import ModuleFacts
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
 
@@ -13,13 +15,14 @@ if TYPE_CHECKING:
     import jax
 
     from graphtrain.config.schema import FlaxModel
+    from graphtrain.models.attention.kv_cache import CacheRows
     from lowering.trees import Tree
 
 Keys = tuple[Any, ...]  # of a parameter in its module: attributes and indices
 
 
 @dataclass(frozen=True)
-class FlaxLanguageModel:
+class FlaxLanguageModel(ModuleFacts):
     """Module with these settings; see LanguageModel.
 
     Pipelines, generation and dropout are not supported.
@@ -45,7 +48,7 @@ class FlaxLanguageModel:
 
     def forward(
         self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, LayerTerms]:
         import jax.numpy as jnp
         from flax import nnx
 
@@ -66,7 +69,7 @@ class FlaxLanguageModel:
                 f"{self.settings.user_code}: the module returned {returned}; it must return logits "
                 f"of shape {expected}"
             )
-        return logits.astype(jnp.float32), {}
+        return logits.astype(jnp.float32), NO_TERMS
 
     def _build(self, key: jax.Array) -> Any:
         """Return the module with new parameters."""
@@ -114,11 +117,6 @@ class FlaxLanguageModel:
 
     # Not supported
 
-    def head_inputs(
-        self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
-    ) -> NoReturn:
-        raise AssertionError("has_separate_head is False")
-
     def pipeline_specs(self, specs: Tree, stages: Any) -> NoReturn:
         raise self._no_pipeline()
 
@@ -139,11 +137,16 @@ class FlaxLanguageModel:
     def _no_pipeline(self) -> ShardingError:
         return ShardingError("program.model.flax has no pipeline stages; set mesh.stage = 1")
 
-    def kv_cache_specs(self, sequences: int, max_seq_len: int) -> NoReturn:
+    def cached_layers(self) -> NoReturn:
         raise self._no_generation()
 
     def decode_step(
-        self, parameters: Tree, kv_cache: Tree, tokens: jax.Array, offset: jax.Array
+        self,
+        parameters: Tree,
+        kv_cache: Tree,
+        tokens: jax.Array,
+        rows: CacheRows,
+        last: jax.Array | None = None,
     ) -> NoReturn:
         raise self._no_generation()
 
@@ -155,22 +158,6 @@ class FlaxLanguageModel:
     @property
     def has_dropout(self) -> bool:
         return False
-
-    @property
-    def has_separate_head(self) -> bool:
-        return False
-
-    @property
-    def mixes_sequences(self) -> bool:
-        return False
-
-    @property
-    def layer_count(self) -> None:
-        return None
-
-    @property
-    def uses_module_names(self) -> bool:
-        return True
 
     def key_ingredients(self) -> dict[str, Any]:
         return asdict(self.settings) | {"flax": self.settings.user_code.key_ingredients()}

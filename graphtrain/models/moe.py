@@ -31,6 +31,7 @@ from graphtrain.models.attention.ring_order import positions
 from graphtrain.models.flops import is_gated
 from graphtrain.models.grouped_matmul import arrange, grouped_matmul
 from graphtrain.models.grouped_matmul_support import BLOCK, why_no_grouped_matmul
+from graphtrain.models.layer_terms import LayerTerms
 from graphtrain.models.lora.layers import plain_array
 from graphtrain.models.matmul import dot
 from graphtrain.models.mlp import ACTIVATIONS
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
 
-RouterLosses = dict[str, jax.Array]  # auxiliary losses of the router, by name
+DROPPED = "dropped_choices"  # metric: fraction of the choices beyond the capacity
 GateUpFunction = Callable[
     [list[jax.Array]], jax.Array
 ]  # products with gate and up -> hidden values
@@ -77,20 +78,23 @@ class MixtureMLP(nnx.Module):
     @jax.named_scope("mixture")
     def __call__(
         self, x: Float[Array, "batch seq embed"]
-    ) -> tuple[Float[Array, "batch seq embed"], RouterLosses]:
-        """Return the experts' combined output and the router's auxiliary losses."""
+    ) -> tuple[Float[Array, "batch seq embed"], LayerTerms]:
+        """Return the experts' combined output, and the router's losses and metrics."""
         with jax.named_scope("router"):
             scores = dot("bse,er->bsr", x.astype(jnp.float32), self.router[...], jnp.float32)
             scores = constrain(scores, "batch", "seq", None)
         shares, experts = top_k(scores, self.mixture)
-        terms = router_losses(scores, experts, self.mixture, self.model.layers)
+        metrics = router_metrics(scores, experts, self.mixture)
         if self.mixture.capacity_factor is None:
             output = self._dropless(x, shares, experts)
         else:
-            output = self._within_capacity(x, shares, experts, self.mixture.capacity_factor)
+            output, dropped = self._within_capacity(
+                x, shares, experts, self.mixture.capacity_factor
+            )
+            metrics[DROPPED] = dropped
         if self.mixture.shared_expert_mlp is not None:
             output = output + self._shared(x)
-        return output, terms
+        return output, layer_terms(metrics, self.mixture, self.model.layers)
 
     @jax.named_scope("shared")
     def _shared(self, x: jax.Array) -> jax.Array:
@@ -115,8 +119,10 @@ class MixtureMLP(nnx.Module):
 
     def _within_capacity(
         self, x: jax.Array, shares: jax.Array, experts: jax.Array, capacity: float
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array]:
         """Apply the experts with a fixed number of slots per sequence and expert.
+
+        Returns the output, and the fraction of the choices that are dropped.
 
         Args:
             x: Tokens (batch, seq, embed).
@@ -149,7 +155,8 @@ class MixtureMLP(nnx.Module):
         choice_outputs = jnp.take_along_axis(outputs, slots.reshape(len(x), -1, 1), axis=1)
         choice_outputs = choice_outputs.reshape(*slots.shape, -1)
         share = jnp.where(in_capacity, shares, 0).astype(x.dtype)
-        return jnp.einsum("bske,bsk->bse", choice_outputs, share)
+        output = jnp.einsum("bske,bsk->bse", choice_outputs, share)
+        return output, 1 - in_capacity.astype(jnp.float32).mean()
 
     def _experts(self, buffer: jax.Array) -> jax.Array:
         """Apply every expert to its slots, (batch, experts, capacity, embed), of the same shape."""
@@ -246,18 +253,14 @@ def slot_in_expert(
     return (earlier * chosen).sum(-1)
 
 
-def router_losses(
-    scores: jax.Array, experts: jax.Array, mixture: MixtureOfExperts, layers: int
-) -> RouterLosses:
-    """Return the load-balancing loss and the router z-loss, weighted by the settings.
+def router_metrics(
+    scores: Float[Array, "batch seq router"],
+    experts: Int[Array, "batch seq choices"],
+    mixture: MixtureOfExperts,
+) -> dict[str, jax.Array]:
+    """Return the losses of one router without their weights, and the load of its experts.
 
-    Both are means over tokens and, summed over the model's layers, means over layers.
-
-    Args:
-        scores: Router logits (batch, seq, experts).
-        experts: Indices of the chosen experts (batch, seq, choices).
-        mixture: Settings.
-        layers: Number of layers of the model.
+    All are means over tokens. A load is the number of an expert's choices over the mean number.
 
     Source: Fedus et al. 2021, "Switch", equation 4, https://arxiv.org/abs/2101.03961, with f as
     the fraction of all choices; Zoph et al. 2022, "ST-MoE", equation 5,
@@ -265,12 +268,30 @@ def router_losses(
     """
     mean_choices = jax.nn.one_hot(experts, mixture.experts).mean((0, 1, 2))
     mean_probs = jax.nn.softmax(scores, axis=-1).mean((0, 1))
-    balance = mixture.experts * (mean_choices * mean_probs).sum()
-    squares = jnp.square(jax.nn.logsumexp(scores, axis=-1)).mean()
     return {
-        "balance_loss": mixture.balance_loss * balance / layers,
-        "router_z_loss": mixture.router_z_loss * squares / layers,
+        "balance_loss": mixture.experts * (mean_choices * mean_probs).sum(),
+        "router_z_loss": jnp.square(jax.nn.logsumexp(scores, axis=-1)).mean(),
+        "expert_load_max": mixture.experts * mean_choices.max(),
+        "expert_load_min": mixture.experts * mean_choices.min(),
     }
+
+
+def metric_names(mixture: MixtureOfExperts) -> tuple[str, ...]:
+    """Return the names of the metrics of a mixture's layers."""
+    names = "balance_loss", "router_z_loss", "expert_load_max", "expert_load_min"
+    return names if mixture.capacity_factor is None else (*names, DROPPED)
+
+
+def layer_terms(
+    metrics: dict[str, jax.Array], mixture: MixtureOfExperts, layers: int
+) -> LayerTerms:
+    """Return the terms of one layer; summed over the model's layers they are means over layers."""
+    means = {name: value / layers for name, value in metrics.items()}
+    losses = {
+        "balance_loss": mixture.balance_loss * means["balance_loss"],
+        "router_z_loss": mixture.router_z_loss * means["router_z_loss"],
+    }
+    return LayerTerms(losses, jax.lax.stop_gradient(means))
 
 
 def _sorted_experts(
@@ -298,7 +319,7 @@ def _sorted_experts(
     shape = x.shape
     tokens = [array.reshape(-1, array.shape[-1]) for array in (x, shares, experts)]
     if expert_axes:
-        tokens = [jax.lax.all_gather(array, expert_axes, tiled=True) for array in tokens]
+        tokens = [_gather(array, expert_axes) for array in tokens]
     x, shares, experts = tokens
     shards = jax.lax.axis_size(expert_axes) if expert_axes else 1
     first_expert = jax.lax.axis_index(expert_axes) * len(down) if expert_axes else 0
@@ -316,6 +337,18 @@ def _sorted_experts(
     if expert_axes:
         total = jax.lax.psum_scatter(total, expert_axes, tiled=True)
     return total.reshape(shape).astype(x.dtype)
+
+
+def _gather(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """All-gather the first dimension over mesh axes, in float32 on CPUs.
+
+    The gradient is a reduce-scatter, and XLA:CPU aborts on one of bfloat16 inside a shard_map
+    (jaxlib 0.10). It sends bfloat16 as float32 anyway.
+    """
+    target, sent = traced_target(), array
+    if target is not None and target.platform == "cpu" and array.dtype == jnp.bfloat16:
+        sent = array.astype(jnp.float32)
+    return jax.lax.all_gather(sent, axes, tiled=True).astype(array.dtype)
 
 
 def _has_grouped_matmul(down: jax.Array, choices: int) -> bool:

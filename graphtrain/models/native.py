@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     import jax
 
     from graphtrain.config.schema import Model
+    from graphtrain.models.attention.cache_layout import CachedLayer
+    from graphtrain.models.attention.kv_cache import CacheRows
+    from graphtrain.models.layer_terms import LayerTerms
     from graphtrain.models.pipeline_stages import Keys, LossFunction
     from lowering.pipeline.schedules import Pipeline
     from lowering.trees import Tree
@@ -33,17 +36,23 @@ class NativeModel:
 
     def forward(
         self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, LayerTerms]:
         from graphtrain.models import decoder
 
         return decoder.forward(self.settings, parameters, tokens, dropout_key=dropout_key)
 
     def head_inputs(
         self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, jax.Array, LayerTerms]:
         from graphtrain.models import decoder
 
         return decoder.head_inputs(self.settings, parameters, tokens, dropout_key=dropout_key)
+
+    @property
+    def layer_metrics(self) -> tuple[str, ...]:
+        from graphtrain.models import moe
+
+        return () if self.settings.moe is None else moe.metric_names(self.settings.moe)
 
     def pipeline_specs(self, specs: Tree, stages: Stages) -> Tree:
         from graphtrain.models import pipeline_stages
@@ -77,17 +86,22 @@ class NativeModel:
 
         return pipeline_stages.merge_gradients(gradients)
 
-    def kv_cache_specs(self, sequences: int, max_seq_len: int) -> Tree:
+    def cached_layers(self) -> dict[str, CachedLayer]:
         from graphtrain.models import decode
 
-        return decode.kv_cache_specs(self.settings, sequences, max_seq_len)
+        return decode.cached_layers(self.settings)
 
     def decode_step(
-        self, parameters: Tree, kv_cache: Tree, tokens: jax.Array, offset: jax.Array
+        self,
+        parameters: Tree,
+        kv_cache: Tree,
+        tokens: jax.Array,
+        rows: CacheRows,
+        last: jax.Array | None = None,
     ) -> tuple[jax.Array, Tree]:
         from graphtrain.models import decode
 
-        return decode.decode_step(self.settings, parameters, kv_cache, tokens, offset)
+        return decode.decode_step(self.settings, parameters, kv_cache, tokens, rows, last)
 
     @property
     def has_dropout(self) -> bool:

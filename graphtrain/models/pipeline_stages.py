@@ -72,7 +72,7 @@ def decoder_pipeline(
         stages: Division of the layers.
         score: Loss function of logits and microbatch.
         keys: Dropout key of each microbatch; without it there is no dropout.
-        term_weight: Weight of one microbatch's auxiliary losses.
+        term_weight: Weight of the terms of one microbatch's layers.
     """
 
     def keys_of(microbatch_index: jax.Array) -> tuple[Any, Any]:
@@ -83,7 +83,7 @@ def decoder_pipeline(
 
     def layer_stage(
         rows: Tree, x: jax.Array, microbatch_index: jax.Array, chunk: jax.Array
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, Any, Any]:
         drop, full = layer_keys(model, keys_of(microbatch_index)[1]), global_attention_layers(model)
         first_layer = jnp.array(np.cumsum((0, *stages.layers[:-1])))[chunk]
         row_layers = first_layer + jnp.arange(stages.rows_per_chunk)
@@ -98,7 +98,7 @@ def decoder_pipeline(
             row_layers < first_layer + count if stages.padding_fraction else None,
             None if full is None else full[layer_indices],
         )
-        return x, jax.tree.map(lambda term: term * term_weight, terms)
+        return x, *jax.tree.map(lambda term: term * term_weight, terms)
 
     def loss_stage(weights: Tree, x: jax.Array, microbatch: Tree) -> tuple[jax.Array, Any]:
         decoder = merge(model, weights)

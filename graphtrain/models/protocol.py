@@ -7,11 +7,16 @@ for facts (the last group below); they need neither Flax nor PyTorch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import jax
 
+    from graphtrain.models.attention.cache_layout import CachedLayer
+    from graphtrain.models.attention.kv_cache import CacheRows
+    from graphtrain.models.layer_terms import LayerTerms
     from graphtrain.models.pipeline_stages import Keys, LossFunction
     from lowering.pipeline.schedules import Pipeline
     from lowering.trees import Tree
@@ -41,8 +46,8 @@ class LanguageModel(Protocol):
 
     def forward(
         self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return logits, and the terms that the layers add to the loss, by name.
+    ) -> tuple[jax.Array, LayerTerms]:
+        """Return logits, and the terms of the layers.
 
         Args:
             parameters: weights.
@@ -53,12 +58,17 @@ class LanguageModel(Protocol):
 
     def head_inputs(
         self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """Return the LM head's input and weights, and the layers' terms of the loss, by name.
+    ) -> tuple[jax.Array, jax.Array, LayerTerms]:
+        """Return the LM head's input and weights, and the terms of the layers.
 
         Requires `has_separate_head`. The arguments are those of `forward`. The input is
         (batch, seq, embed).
         """
+        ...
+
+    @property
+    def layer_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics in the terms of the layers."""
         ...
 
     # Pipeline parallelism
@@ -85,7 +95,7 @@ class LanguageModel(Protocol):
             stages: number of layers in each stage.
             score: loss function, of logits and a microbatch.
             keys: dropout key by microbatch; None disables dropout.
-            term_weight: factor of the terms that the layers of one microbatch add to the loss.
+            term_weight: factor of the terms of one microbatch's layers.
             tokens: token ids of all microbatches, (microbatches, batch, seq).
         """
         ...
@@ -100,12 +110,8 @@ class LanguageModel(Protocol):
 
     # Generation
 
-    def kv_cache_specs(self, sequences: int, max_seq_len: int) -> Tree:
-        """Return the ArraySpecs of a KV cache.
-
-        Args:
-            sequences: number of sequences.
-            max_seq_len: maximum number of tokens in a sequence.
+    def cached_layers(self) -> Mapping[str, CachedLayer]:
+        """Return the layers whose keys and values are cached, by path.
 
         Raises:
             ImportedModelError: the model's attention does not support a KV cache.
@@ -113,15 +119,22 @@ class LanguageModel(Protocol):
         ...
 
     def decode_step(
-        self, parameters: Tree, kv_cache: Tree, tokens: jax.Array, offset: jax.Array
+        self,
+        parameters: Tree,
+        kv_cache: Tree,
+        tokens: jax.Array,
+        rows: CacheRows,
+        last: jax.Array | None = None,
     ) -> tuple[jax.Array, Tree]:
         """Run one decode step; return the logits of the new tokens, and the updated KV cache.
 
         Args:
-            parameters: weights.
-            kv_cache: KV cache of the previous tokens, in the tree of kv_cache_specs.
+            parameters: weights; in place of each array of stacked layers a tuple of their arrays.
+            kv_cache: KV cache of the previous tokens: a tree with {"key", "value"} at each path of
+                cached_layers.
             tokens: ids of the new tokens.
-            offset: position of the first of them, a scalar.
+            rows: slots and offsets of the batch.
+            last: index of the only token whose logits are returned, a scalar; None: of all tokens.
         """
         ...
 
@@ -163,3 +176,32 @@ class LanguageModel(Protocol):
             ImportedModelError: the configuration or the module cannot be found.
         """
         ...
+
+
+class ModuleFacts:
+    """Facts about a module that somebody else wrote: what is not known before it is built."""
+
+    @property
+    def layer_metrics(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def has_separate_head(self) -> bool:
+        return False  # a module returns logits
+
+    @property
+    def mixes_sequences(self) -> bool:
+        return False
+
+    @property
+    def layer_count(self) -> None:
+        return None
+
+    @property
+    def uses_module_names(self) -> bool:
+        return True
+
+    def head_inputs(
+        self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> NoReturn:
+        raise AssertionError("has_separate_head is False")

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from graphtrain.config.schema import AttentionImplementation
 from graphtrain.models.attention import module as native
-from graphtrain.models.attention.kv_cache import cache_offset, layer_cache
+from graphtrain.models.attention.cached import attend_to_cache
+from graphtrain.models.attention.kv_cache import LayerCache, cache_rows, layer_cache
 from graphtrain.models.attention.score_mods import ScoreTransform, soft_cap
 from graphtrain.models.attention.segment_mask import segment_ids
 from graphtrain.models.matmul import dot
@@ -26,7 +27,7 @@ def feature_needing_native_attention() -> str | None:
         )
     if ring := mesh_axes_of("kv_seq"):
         return f"splitting the keys of a sequence over {' x '.join(ring)} (the rules context)"
-    return None if cache_offset() is None else "decoding with a KV cache"
+    return None if cache_rows() is None else "decoding with a KV cache"
 
 
 def causal_attention(
@@ -60,9 +61,13 @@ def causal_attention(
     query, key, value = (
         _pad_head_dim(x, widest).transpose(0, 2, 1, 3) for x in (query, key, value)
     )
-    if (kv_cache := layer_cache()) is not None:
-        key, value = kv_cache.update(key, value)
-    elif window is not None and window >= query.shape[1]:
+    cache = layer_cache()
+    if isinstance(cache, LayerCache):
+        attn_out = attend_to_cache(cache, query, key, value, scoring, window, how)
+        return attn_out[..., :value_dim].transpose(0, 2, 1, 3)
+    if cache is not None:
+        cache.record(key, window)
+    if window is not None and window >= query.shape[1]:
         window = None
     if key.shape[2] == 1:  # the only KV head is replicated over the mesh
         key, value = (jnp.repeat(x, shards_of("kv_heads"), 2) for x in (key, value))

@@ -24,7 +24,7 @@ from torchax.tensor import Tensor
 
 from graphtrain.config.schema import AttentionImplementation
 from graphtrain.errors import ImportedModelError, StrictFrontEndRequired
-from graphtrain.models.attention.kv_cache import cache_offset
+from graphtrain.models.attention.kv_cache import cache_rows
 from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.decoder import embedding_lookup
 from graphtrain.models.matmul import dot
@@ -177,7 +177,7 @@ class TraceEnvironment(TorchaxEnvironment):
         tokens = input.jax()
         if table.shape[0] != self._vocab or tokens.ndim != 2:  # for example positions
             # While decoding, positions of prompt padding may be past the end of the table.
-            mode = None if cache_offset() is None else "clip"
+            mode = None if cache_rows() is None else "clip"
             return Tensor(jnp.take(table, tokens, axis=0, mode=mode), self)
         rows = jnp.asarray(embedding_lookup(table, tokens, self.computes_in, in_shard_map()))
         return Tensor(constrain(rows, "batch", "seq", "embed"), self)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from graphtrain.models.layer_terms import LayerTerms
+from graphtrain.models.protocol import ModuleFacts
 from graphtrain.torch_frontend.source import key_ingredients
 from graphtrain.torch_frontend.versions import check_versions, installed
 from lowering.trees import unflatten
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     import jax
 
     from graphtrain.config.schema import TorchModel
+    from graphtrain.models.attention.cache_layout import CachedLayer
+    from graphtrain.models.attention.kv_cache import CacheRows
     from graphtrain.models.pipeline_stages import Keys, LossFunction
     from graphtrain.torch_frontend.model import OpenedModel
     from lowering.pipeline.schedules import Pipeline
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TorchLanguageModel:
+class TorchLanguageModel(ModuleFacts):
     """Imported model with these settings; see LanguageModel."""
 
     settings: TorchModel
@@ -46,13 +50,13 @@ class TorchLanguageModel:
 
     def forward(
         self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, LayerTerms]:
         return self.opened().forward(parameters, tokens, dropout_key)
 
-    def head_inputs(
-        self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
-    ) -> NoReturn:
-        raise AssertionError("has_separate_head is False")
+    @property
+    def layer_metrics(self) -> tuple[str, ...]:
+        balance = self.opened().balance
+        return () if balance is None else balance.metric_names
 
     def pipeline_specs(self, specs: Tree, stages: Stages) -> Tree:
         opened = self.opened()
@@ -91,39 +95,28 @@ class TorchLanguageModel:
 
         return pipeline_parts.parts_of(opened).merge_gradients(gradients, parameters)
 
-    def kv_cache_specs(self, sequences: int, max_seq_len: int) -> Tree:
+    def cached_layers(self) -> dict[str, CachedLayer]:
         opened = self.opened()
         from graphtrain.torch_frontend import decode
 
-        return decode.kv_cache_specs(opened, sequences, max_seq_len)
+        return decode.cached_layers(opened)
 
     def decode_step(
-        self, parameters: Tree, kv_cache: Tree, tokens: jax.Array, offset: jax.Array
+        self,
+        parameters: Tree,
+        kv_cache: Tree,
+        tokens: jax.Array,
+        rows: CacheRows,
+        last: jax.Array | None = None,
     ) -> tuple[jax.Array, Tree]:
         opened = self.opened()
         from graphtrain.torch_frontend import decode
 
-        return decode.decode_step(opened, parameters, kv_cache, tokens, offset)
+        return decode.decode_step(opened, parameters, kv_cache, tokens, rows, last)
 
     @property
     def has_dropout(self) -> bool:
         return True  # the module may have some
-
-    @property
-    def has_separate_head(self) -> bool:
-        return False  # a module returns logits
-
-    @property
-    def mixes_sequences(self) -> bool:
-        return False
-
-    @property
-    def layer_count(self) -> None:
-        return None
-
-    @property
-    def uses_module_names(self) -> bool:
-        return True
 
     def key_ingredients(self) -> dict[str, Any]:
         return key_ingredients(self.settings)

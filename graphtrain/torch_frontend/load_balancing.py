@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import torch
 
 from graphtrain.errors import ImportedModelError
+from graphtrain.models.layer_terms import LayerTerms
 
 # Per expert: share of tokens routed to it, and mean router probability.
 RouterStatistics = tuple[jax.Array, jax.Array]
@@ -74,16 +75,29 @@ class LoadBalancing:
         counts = jax.nn.one_hot(expert_indices, probs.shape[-1], dtype=jnp.float32).sum(1)
         return counts.mean(0), probs.astype(jnp.float32).mean(0)
 
-    def loss(self, sums: list[RouterStatistics]) -> jax.Array:
-        """Compute the loss from the sums of all blocks, which a scan stacks.
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics in `terms`."""
+        return "balance_loss", "expert_load_max", "expert_load_min"
+
+    def terms(self, sums: list[RouterStatistics]) -> LayerTerms:
+        """Compute the loss and the load from the sums of all blocks, which a scan stacks.
 
         Source: Fedus et al. 2021, "Switch", equation 4, https://arxiv.org/abs/2101.03961; as in
         transformers, means are over the tokens of all layers.
         """
-        token_shares, mean_probs = (
+        token_shares, probs = (
             jnp.concatenate(
                 [statistics[index].reshape(-1, statistics[index].shape[-1]) for statistics in sums]
-            ).mean(0)
+            )
             for index in (0, 1)
         )
-        return self.weight * token_shares.shape[0] * (token_shares * mean_probs).sum()
+        experts = token_shares.shape[-1]
+        loss = experts * (token_shares.mean(0) * probs.mean(0)).sum()
+        loads = token_shares * (experts / self.per_token)  # (layers, experts)
+        metrics = {
+            "balance_loss": loss,
+            "expert_load_max": loads.max(-1).mean(),
+            "expert_load_min": loads.min(-1).mean(),
+        }
+        return LayerTerms({"balance_loss": self.weight * loss}, jax.lax.stop_gradient(metrics))

@@ -23,6 +23,7 @@ from graphtrain.config.hf_config import read_config
 from graphtrain.config.user_code import add_to_path
 from graphtrain.errors import ImportedModelError, StrictFrontEndRequired
 from graphtrain.models.attention.ring_order import positions
+from graphtrain.models.layer_terms import NO_TERMS, LayerTerms
 from graphtrain.torch_frontend import private_torch
 from graphtrain.torch_frontend.attention import feature_needing_native_attention
 from graphtrain.torch_frontend.axes import NamedAxes, name_axes
@@ -307,27 +308,28 @@ class OpenedModel:
 
     def forward(
         self, parameters: Tree, tokens: jax.Array, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return float32 logits, and the terms that the layers add to the loss, by name.
+    ) -> tuple[jax.Array, LayerTerms]:
+        """Return float32 logits, and the terms of the layers.
 
         Args:
             parameters: as from initialize.
             tokens: token ids, (batch, seq).
             dropout_key: None disables dropout.
         """
-        arrays, terms = self.cast_parameters(flatten(parameters)), {}
+        arrays = self.cast_parameters(flatten(parameters))
         if self.balance is None:
-            return self._logits(arrays, tokens, dropout_key), terms
+            return self._logits(arrays, tokens, dropout_key), NO_TERMS
         self._check_balanced()
-        balance = self.balance
+        balance, statistics = self.balance, []
 
         def run_blocks(scan: Scan) -> jax.Array:
             hidden = scan.run()
-            terms["balance_loss"] = balance.loss(scan.router_statistics)
+            statistics.extend(scan.router_statistics)
             return hidden
 
         hooks = ScanHooks(run_blocks=run_blocks, balance=balance)
-        return self.finish_logits(self.run(arrays, tokens, dropout_key, hooks), tokens), terms
+        logits = self.finish_logits(self.run(arrays, tokens, dropout_key, hooks), tokens)
+        return logits, balance.terms(statistics)
 
     def _check_balanced(self) -> None:
         """Refuse programs that would balance experts over fewer tokens than the module does."""

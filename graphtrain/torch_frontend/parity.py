@@ -238,7 +238,7 @@ def _loss_and_gradients(
         out, terms = opened.forward(unflatten(arrays), tokens, jax.random.key(0))
         loss_mask = jnp.ones(out.shape[:2])
         loss = cross_entropy(out, jnp.asarray(batch[:, 1:]), loss_mask)[0] / loss_mask.size
-        return loss + sum(terms.values())
+        return loss + sum(terms.losses.values())
 
     arrays = stack_weights(opened, weights)
     lowered = jax.jit(jax.value_and_grad(objective)).lower(arrays)

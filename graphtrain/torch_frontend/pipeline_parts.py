@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from graphtrain.models.layer_terms import NO_TERMS
 from graphtrain.models.pipeline_stages import Keys, LossFunction, layers_to_rows, row_spec
 from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks
 from graphtrain.torch_frontend.model import OpenedModel
 from graphtrain.torch_frontend.scan_blocks import Scan, ScanHooks, StopForward, constrain_residual
 from lowering.pipeline.ring import read_slot
-from lowering.pipeline.schedule import Pipeline
+from lowering.pipeline.schedule import Pipeline, StageResult
 from lowering.tracing.constrain import draw_shard, placement
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
@@ -293,7 +294,7 @@ def imported_pipeline(
             _run_until_blocks(opened, weights, *inputs, lambda scan: scan.hidden)
         )
 
-    def stage(rows: Tree, x: jax.Array, number: jax.Array, chunk: jax.Array) -> tuple[Any, Any]:
+    def stage(rows: Tree, x: jax.Array, number: jax.Array, chunk: jax.Array) -> StageResult:
         first_layer = jnp.array(np.cumsum((0, *stages.layers[:-1])))[chunk]
         layer_indices = first_layer + jnp.arange(stages.rows_per_chunk)
         is_real = (
@@ -312,7 +313,8 @@ def imported_pipeline(
         stage_tokens = jnp.zeros(shape, jnp.int32)
         if parts.arguments_depend_on_tokens:
             stage_tokens = draw_shard(lambda _: read_slot(tokens, number), shape, "batch", "seq")
-        return _run_until_blocks(opened, {}, stage_tokens, microbatch_key(number), run_blocks), {}
+        out = _run_until_blocks(opened, {}, stage_tokens, microbatch_key(number), run_blocks)
+        return out, NO_TERMS.losses, NO_TERMS.metrics
 
     def last(weights: Tree, x: jax.Array, microbatch: Tree) -> tuple[jax.Array, Any]:
         unused_tokens, unused_key = jnp.zeros(x.shape[:2], jnp.int32), jax.random.key(0)

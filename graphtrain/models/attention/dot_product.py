@@ -22,7 +22,6 @@ def dot_product_attention(
     value: Float[Array, "batch kv_seq kv_heads head_dim"],
     scoring: ScoreTransform | None = None,
     window: jax.Array | None = None,
-    begin: jax.Array | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Compute causal attention in which groups of query heads share one key and value head.
 
@@ -35,12 +34,11 @@ def dot_product_attention(
         scoring: Transformation of query-key products into scores; by default, division by the
             square root of head_dim.
         window: Sliding window in positions; without it, a query sees all earlier keys.
-        begin: Position of the first query; by default that of the first key.
 
     Source: Ainslie et al. 2023, "GQA", section 2.2, https://arxiv.org/abs/2305.13245
     """
     scoring = scoring or ScoreTransform(query.shape[-1] ** -0.5)
-    return average_values(masked_scores(query, key, scoring, window, begin), value)
+    return average_values(masked_scores(query, key, scoring, window), value)
 
 
 def masked_scores(
@@ -48,7 +46,6 @@ def masked_scores(
     key: Float[Array, "batch kv_seq kv_heads head_dim"],
     scoring: ScoreTransform,
     window: jax.Array | None,
-    begin: jax.Array | None = None,
 ) -> Float[Array, "batch kv_heads query group key"]:
     """Return float32 scores of every query and key; those of masked pairs are minus infinity."""
     batch, length, heads, head_dim = query.shape
@@ -58,8 +55,7 @@ def masked_scores(
     # h: key head, g: query head of its group, q and k: positions. "hqgk" is the order the product
     # comes in; any other would transpose the largest array of the model.
     products = dot("bqhgd,bkhd->bhqgk", grouped, key, jnp.float32)
-    queries = jnp.arange(length) if begin is None else begin + jnp.arange(length)
-    distance = queries[:, None, None] - jnp.arange(key.shape[1])  # (q, 1, k)
+    distance = jnp.arange(length)[:, None, None] - jnp.arange(key.shape[1])  # (q, 1, k)
     return mask_other_segments(transform_scores(products, distance, scoring, window))
 
 

@@ -24,7 +24,7 @@ from graphtrain.models.attention.kernel_support import BLOCK
 from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.attention.segment_mask import segment_ids
 from graphtrain.models.projection import PROJECTION
-from lowering.tracing.constrain import mesh_axes_of, placement, shards_of
+from lowering.tracing.constrain import mesh_axes_of, on_each_device, placement, shards_of
 
 if TYPE_CHECKING:
     from jax import Array
@@ -67,19 +67,8 @@ def flash_attention(
     split = PartitionSpec(mesh_axes_of("batch") or None, None, heads or None)
     documents = segment_ids()
     segment_inputs = () if documents is None else (documents,)
-    local = jax.shard_map(
-        kernel,
-        mesh=context.current_mesh,
-        in_specs=(
-            split,
-            split,
-            split,
-            *(PartitionSpec(mesh_axes_of("batch") or None) for _ in segment_inputs),
-        ),
-        out_specs=split,
-        axis_names=set(context.shape.axes) - set(context.manual),
-        check_vma=False,
-    )
+    by_batch = [PartitionSpec(mesh_axes_of("batch") or None) for _ in segment_inputs]
+    local = on_each_device(kernel, (split, split, split, *by_batch), split)
     return local(query, key, value, *segment_inputs)
 
 

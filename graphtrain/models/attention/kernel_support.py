@@ -17,6 +17,8 @@ _POSITIONS = ("q_seq", "kv_seq")  # array axes of positions inside attention
 BLOCK = 128  # positions; block sizes and sequence lengths are multiples of it
 _MAX_HEAD_DIM = {"tpu": 256, "cuda": 128}  # largest head_dim whose blocks fit in on-chip memory
 _HEAD_DIM_MULTIPLE = {"tpu": 64, "cuda": 16}  # head_dim is a multiple of it
+# What the kernels of paged attention compile for: blocks of Triton have sizes of powers of two.
+_PAGED_HEAD_DIMS = {"tpu": (128, 256), "cuda": (16, 32, 64, 128, 256)}
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,26 @@ def why_no_kernel(spec: AttentionSpec, target: Target) -> str:
             f"{'a sliding window' if spec.window else 'a soft cap of scores'}"
         )
     return _why_no_kernel_for_shape(spec, target)
+
+
+def uses_paged_kernel(
+    implementation: AttentionImplementation,
+    spec: AttentionSpec,
+    target: Target,
+) -> bool:
+    """Return whether attention of one new token to a KV cache is computed by the target's kernel.
+
+    `spec` describes the new tokens; their number is its length. With "flash" products are no
+    error: they compute the same, and prompts have no kernel here.
+    """
+    if implementation == "dense" or target.platform not in _PAGED_HEAD_DIMS:
+        return False
+    return (
+        spec.length == 1
+        and spec.dtype == "bfloat16"
+        and not (spec.window or spec.alibi)
+        and spec.head_dim in _PAGED_HEAD_DIMS[target.platform]
+    )
 
 
 def _why_no_kernel_for_shape(spec: AttentionSpec, target: Target) -> str:

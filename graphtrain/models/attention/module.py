@@ -13,10 +13,11 @@ from flax import nnx
 from graphtrain.config.schema import AttentionImplementation, Model
 from graphtrain.models import init
 from graphtrain.models.attention.blockwise import blockwise_attention
+from graphtrain.models.attention.cached import attend_to_cache
 from graphtrain.models.attention.dot_product import dot_product_attention
 from graphtrain.models.attention.flash import flash_attention
 from graphtrain.models.attention.kernel_support import AttentionSpec, uses_flash_kernel
-from graphtrain.models.attention.kv_cache import cache_offset, cached_length, layer_cache
+from graphtrain.models.attention.kv_cache import LayerCache, context_length, layer_cache
 from graphtrain.models.attention.operator_region import fused_attention, uses_fused_operator
 from graphtrain.models.attention.positions import frequencies, rotate
 from graphtrain.models.attention.ring import ring_attention
@@ -55,38 +56,41 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(
-        self, x: Float[Array, "batch seq embed"], full: jax.Array | None = None
+        self, x: Float[Array, "batch seq embed"], full: bool | jax.Array | None = None
     ) -> Float[Array, "batch seq embed"]:
         """Return the output projection of attention over x.
 
         Args:
             x: Normed residual stream.
             full: Whether this layer has global attention although the model has a sliding window;
-                without it, the model's window applies.
+                without it, the model's window applies. An array in a scan over layers.
         """
         query, key, value = project_many(self, ("query", "key", "value"), "bse,ehd->bshd", x)
         if self.model.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.model.positions == "rope":
             position_ids = positions(x.shape[1])
-            rope_frequencies, factor = frequencies(self.model, cached_length() or x.shape[1], full)
+            rope_frequencies, factor = frequencies(self.model, context_length() or x.shape[1], full)
             query, key = (
                 rotate(query, position_ids, rope_frequencies, factor),
                 rotate(key, position_ids, rope_frequencies, factor),
             )
-        if (cache := layer_cache()) is not None:
-            key, value = cache.update(key, value)
         model = self.model
         scoring, window = ScoreTransform.of(model), self._window(full)
-        output = attend(
-            query, key, value, scoring, window, model.remat, model.unroll, model.attention
-        )
+        if isinstance(cache := layer_cache(), LayerCache):
+            output = attend_to_cache(cache, query, key, value, scoring, window, model.attention)
+        else:
+            output = attend(
+                query, key, value, scoring, window, model.remat, model.unroll, model.attention
+            )
         return project(self, "output", "bshd,hde->bse", output)
 
-    def _window(self, full: jax.Array | None) -> int | jax.Array | None:
-        """Return the sliding window in positions, or None; an array where layers differ."""
+    def _window(self, full: bool | jax.Array | None) -> int | jax.Array | None:
+        """Return the sliding window in positions, or None; an array where `full` is one."""
         if self.model.sliding_window is None or full is None:
             return self.model.sliding_window
+        if isinstance(full, bool):
+            return None if full else self.model.sliding_window
         return jnp.where(full, jnp.iinfo(jnp.int32).max, jnp.int32(self.model.sliding_window))
 
 
@@ -123,10 +127,7 @@ def attend(
         _to_attention_sharding(key, KEY_AXES),
         _to_attention_sharding(value, KEY_AXES),
     )
-    # Kernels have no mask for decoding with a KV cache.
-    target = (
-        traced_target() if cache_offset() is None and not uses_fused_operator(transform) else None
-    )
+    target = None if uses_fused_operator(transform) else traced_target()
     if target and uses_flash_kernel(implementation, _spec(arrays[0], transform, window), target):
         static_window = None if window is None else int(window)
         return _to_projection_sharding(
@@ -166,11 +167,11 @@ def _without_kernel(
     """Compute attention without a kernel: by a ring, a fused region, CPU blocks, or all scores."""
     if ring := mesh_axes_of("kv_seq"):
         return ring_attention(query, key, value, scoring, ring, window)
-    if uses_fused_operator(scoring) and cache_offset() is None:  # no mask for decoding
+    if uses_fused_operator(scoring):
         return fused_attention(query, key, value, scoring, window)
-    if on_cpu() and cache_offset() is None:
+    if on_cpu():
         return blockwise_attention(query, key, value, scoring, window)
-    dense_attention = partial(dot_product_attention, scoring=scoring, begin=cache_offset())
+    dense_attention = partial(dot_product_attention, scoring=scoring)
     if remat == "attention":  # recompute the scores, the largest array
         dense_attention = jax.checkpoint(dense_attention, prevent_cse=unroll > 1)
     return dense_attention(query, key, value, window=window)

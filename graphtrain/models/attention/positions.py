@@ -41,7 +41,7 @@ def rotate(
 
 
 def frequencies(
-    model: Model, length: int, full: jax.Array | None = None
+    model: Model, length: int, full: bool | jax.Array | None = None
 ) -> tuple[Float[Array, " half"], float | jax.Array]:
     """Return the rotary frequencies in radians per position, and the factor of their sines.
 

@@ -25,7 +25,7 @@ def positions(length: int) -> jax.Array:
     """Return the position of each element of a sequence, int32 (length,).
 
     Where documents are isolated, return positions in the document, (batch, length). With a KV
-    cache, positions start at the cache offset.
+    cache, positions start at the offset of each row, (batch, length).
     """
     if (document_positions := segment_positions()) is not None:
         return document_positions

@@ -38,9 +38,9 @@ class ScoreTransform:
 
 def transform_scores(
     products: Float[Array, "batch kv_heads query group key"],
-    distance: Int[Array, "query 1 key"],
+    distance: Int[Array, "... query 1 key"],
     scoring: ScoreTransform,
-    window: Int[Array, ""] | None = None,
+    window: int | Int[Array, ""] | None = None,
 ) -> Float[Array, "batch kv_heads query group key"]:
     """Return scores; minus infinity for keys after the query and for keys outside of the window.
 

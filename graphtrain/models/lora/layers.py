@@ -72,7 +72,7 @@ class QuantizedWeight:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["weight", "a", "b", "key"],
+    data_fields=["weight", "a", "b", "key", "ranks"],
     meta_fields=["scale", "dropout"],
 )
 class LoraWeight:
@@ -86,9 +86,10 @@ class LoraWeight:
         key: jax.Array | None,  # dropout key, one per layer; None: no dropout
         scale: float,
         dropout: float,
+        ranks: jax.Array | None = None,  # that each sequence uses, bool (batch, rank); None: all
     ):
         self.weight, self.a, self.b, self.key = weight, a, b, key
-        self.scale, self.dropout = scale, dropout
+        self.scale, self.dropout, self.ranks = scale, dropout, ranks
 
 
 Weight = jax.Array | QuantizedWeight | LoraWeight
@@ -192,6 +193,9 @@ def _adapter(equation: str, x: jax.Array, adapted: LoraWeight) -> jax.Array:
     rows = "".join(letter for letter in x_letters if letter in result_letters)
     x = _dropped(x, adapted, x_letters)
     low_rank = dot(f"{x_letters},{contracted}r->{rows}r", x, adapted.a)
+    if adapted.ranks is not None:
+        assert rows == "bs"
+        low_rank = jnp.where(adapted.ranks[:, None], low_rank, 0)
     return dot(f"{rows}r,r{output_letters}->{result_letters}", low_rank, adapted.b) * adapted.scale
 
 

@@ -22,6 +22,7 @@ from sharding_rules.rules import matches
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 CODES, SCALES = "codes", "scales"
+ADAPTERS = "adapters"  # factors beside the base, in the tree of served weights
 
 Arrays = dict[str, ArraySpec]
 
@@ -74,12 +75,34 @@ def lora_paths(model: Model, adapter: Adapter) -> list[str]:
     Raises:
         ShardingError: a pattern matches no weight that can have them.
     """
-    eligible_paths = [
-        path for path, spec in parameter_arrays(model).items() if _can_adapt(path, spec)
-    ]
-    target_paths = _matching(adapter.target_modules, eligible_paths, "target_modules")
     fully_trained = fully_trained_paths(model, adapter)
-    return [path for path in eligible_paths if path in target_paths and path not in fully_trained]
+    targets = _adaptable_paths(model, adapter.target_modules, "adapter.target_modules")
+    return [path for path in targets if path not in fully_trained]
+
+
+def served_adapter_arrays(program: Program) -> Arrays:
+    """Return the LoRA factors of all adapters that are served beside the base, by path.
+
+    The ranks of one adapter lie beside those of the others. The scale is part of `lora_b`.
+
+    Raises:
+        ShardingError: a pattern matches no weight that can have them.
+    """
+    serve, arrays = program.serve, {}
+    if not serve.total_adapter_rank:
+        return {}
+    specs, patterns = parameter_arrays(program.model), serve.adapter_target_modules
+    for path in _adaptable_paths(program.model, patterns, "serve.adapter_target_modules"):
+        first, second = _lora_factors(specs[path], serve.total_adapter_rank)
+        arrays |= {f"{path}/{LORA_A}": first, f"{path}/{LORA_B}": second}
+    return arrays
+
+
+def _adaptable_paths(model: Model, patterns: Iterable[str], setting: str) -> list[str]:
+    """Return the paths of the weights that match a pattern and can have LoRA factors."""
+    eligible = [path for path, spec in parameter_arrays(model).items() if _can_adapt(path, spec)]
+    chosen = _matching(patterns, eligible, setting)
+    return [path for path in eligible if path in chosen]
 
 
 def fully_trained_paths(model: Model, adapter: Adapter) -> list[str]:
@@ -89,7 +112,7 @@ def fully_trained_paths(model: Model, adapter: Adapter) -> list[str]:
         ShardingError: a pattern matches no array.
     """
     arrays = parameter_arrays(model)
-    chosen = _matching(adapter.modules_to_save, arrays, "modules_to_save")
+    chosen = _matching(adapter.modules_to_save, arrays, "adapter.modules_to_save")
     return [path for path in arrays if path in chosen]
 
 
@@ -136,7 +159,7 @@ def _matching(patterns: Iterable[str], paths: Iterable[str], setting: str) -> se
         matching_paths = {path for path in paths if matches(path, pattern)}
         if not matching_paths:
             raise ShardingError(
-                f"program.adapter.{setting}: {pattern!r} matches no eligible array; "
+                f"program.{setting}: {pattern!r} matches no eligible array; "
                 f"choose from {', '.join(paths)}"
             )
         matched |= matching_paths

@@ -1,0 +1,43 @@
+"""Names of the graphs that a purpose needs; imports no JAX."""
+
+from typing import Literal
+
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.serving_program import batch_shards, serving_program, without_adapters
+
+NO_TOKEN = -1  # in the outputs of decode, after the last token of a sequence
+ADAPTER_RANKS = "adapter_ranks"  # of a sequence: begin and end of its adapter's ranks
+TRAINING_GRAPHS = ("init", "train", "evaluate")
+
+ServingPurpose = Literal["generate", "batch", "evaluate", "serve"]
+Purpose = Literal["train"] | ServingPurpose
+
+
+def graphs_for(program: ResolvedProgram, purpose: Purpose) -> tuple[ResolvedProgram, list[str]]:
+    """Return the program that a purpose needs, and the names of its graphs.
+
+    Args:
+        program: The program that is, or was, trained.
+        purpose: Train and evaluate; generate one sequence; generate a batch of many; evaluate
+            tasks, which scores and generates many; or serve.
+    """
+    if purpose == "train":
+        return program, list(TRAINING_GRAPHS)
+    served = serving_program(program)
+    if purpose != "serve":
+        served = without_adapters(served)
+    serve = served.settings.serve
+    names = ["serve_init", *(f"prefill_{size}" for size in serve.prefill)]
+    is_one = purpose in ("generate", "serve")  # often one sequence alone is generated
+    has_decode_one = is_one and serve.slots > 1 and batch_shards(served) == 1
+    if has_decode_one:
+        names.append("decode_one")
+    if purpose != "generate" or not has_decode_one:
+        names.append("decode")
+    if purpose == "generate" and serve.beams:
+        names.append("decode_beams")
+    if purpose != "generate":
+        names.append("copy_prefix")
+    if purpose in ("evaluate", "serve"):
+        names += [f"score_{size}" for size in serve.prefill]
+    return served, names
