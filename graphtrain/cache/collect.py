@@ -3,19 +3,20 @@
 import json
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from graphtrain.cache.entries import CacheEntry, list_entries
 from graphtrain.cache.layout import StorePaths
-from graphtrain.cache.leases import DEFAULT_TIMING, try_hold_all
+from graphtrain.cache.leases import CacheLease, try_hold_all
 from graphtrain.cache.programs import DamagedEntry, UnusableEntry, exists, read_errors, read_record
 from graphtrain.cache.stored_requests import list_digests
 from graphtrain.cache.summaries import parse_part, read_summaries
 from graphtrain.cache.writing import is_stale, remove_directory, remove_errors
+from lowering.machine.leases import DEFAULT_TIMING
 from lowering.machine.toolchain import version
 
 _DAY = 86_400  # seconds
@@ -45,8 +46,11 @@ def collect(
     max_age_days: float | None,
     other_toolchains: bool,
     keep: Collection[str],
+    dry_run: bool = False,
 ) -> CollectionResult:
     """Remove programs, least recently used first, until the limits are met; then leftovers.
+
+    With `dry_run`, nothing is removed, and the result is what would be.
 
     Raises:
         CacheError: the cache is not writable.
@@ -54,18 +58,19 @@ def collect(
     now = time.time()
     entries = list_entries(layout)
     oldest_use = 0.0 if max_age_days is None else now - max_age_days * _DAY
-    removed, locked, leftovers = [], [], 0
+    removed, leased, leftovers = [], [], 0
     foreign = _other_toolchains(layout, entries) if other_toolchains else frozenset()
     for entry in _select_for_removal(entries, max_bytes, oldest_use, foreign, frozenset(keep)):
-        requests = _remove(layout, entry)
-        (locked if requests is None else removed).append(entry)
+        requests = _count_requests(layout, entry) if dry_run else _remove(layout, entry)
+        (leased if requests is None else removed).append(entry)
         leftovers += requests or 0
-    leftovers += _remove_dangling(layout) + _remove_temporary(layout, now)
-    leftovers += _remove_children(layout.quarantine, created_before=now)
+    found = [*_dangling(layout), *_chosen(layout.temporary, partial(is_stale, now=now))]
+    found += _chosen(layout.quarantine, partial(_is_older, time=now))
     if max_age_days is not None:
-        leftovers += _remove_children(layout.failures, created_before=oldest_use)
+        found += _chosen(layout.failures, partial(_is_older, time=oldest_use))
+    leftovers += len(found) if dry_run else _unlink(found)
     kept_bytes = sum(entry.nbytes for entry in entries) - sum(entry.nbytes for entry in removed)
-    return CollectionResult(tuple(removed), tuple(locked), kept_bytes, leftovers)
+    return CollectionResult(tuple(removed), tuple(leased), kept_bytes, leftovers)
 
 
 def _other_toolchains(layout: StorePaths, entries: Sequence[CacheEntry]) -> frozenset[str]:
@@ -148,22 +153,32 @@ def _remove(layout: StorePaths, entry: CacheEntry) -> int | None:
     return requests
 
 
-def _remove_dangling(layout: StorePaths) -> int:
+def _count_requests(layout: StorePaths, entry: CacheEntry) -> int | None:
+    """Return the number of requests of a program, or None if it is leased."""
+    digests = (entry.program, *entry.requests)
+    is_free = all(CacheLease(layout.lease(digest)).is_free() for digest in digests)
+    return len(entry.requests) if is_free else None
+
+
+def _dangling(layout: StorePaths) -> Iterator[Path]:
+    """Yield the requests whose program is not stored."""
     stored = frozenset(list_digests(layout.programs))
     absent = [request for request in read_summaries(layout) if request.program not in stored]
-    return _unlink(
-        layout.request(request.digest)
-        for request in absent
-        if not exists(layout.program(request.program))  # another process may have stored it since
-    )
+    for request in absent:
+        if not exists(layout.program(request.program)):  # another process may have stored it since
+            yield layout.request(request.digest)
 
 
-def _remove_temporary(layout: StorePaths, now: float) -> int:
-    return _unlink(_children(layout.temporary), lambda path: is_stale(path, now=now))
+def _chosen(directory: Path, predicate: Callable[[Path], bool]) -> Iterator[Path]:
+    """Yield the children of a directory for which the predicate is true."""
+    for path in _children(directory):
+        with remove_errors(path), suppress(FileNotFoundError):  # removed meanwhile by another
+            if predicate(path):
+                yield path
 
 
-def _remove_children(directory: Path, created_before: float) -> int:
-    return _unlink(_children(directory), lambda path: path.lstat().st_mtime < created_before)
+def _is_older(path: Path, time: float) -> bool:
+    return path.lstat().st_mtime < time
 
 
 def _children(directory: Path) -> list[Path]:
@@ -174,15 +189,11 @@ def _children(directory: Path) -> list[Path]:
         return []  # the directory was never created
 
 
-def _unlink(paths: Iterable[Path], predicate: Callable[[Path], bool] = lambda _: True) -> int:
-    """Remove the files and directories for which `wanted` is true; return their number."""
+def _unlink(paths: Iterable[Path]) -> int:
+    """Remove files and directories; return their number."""
     count = 0
     for path in paths:
-        with (
-            remove_errors(path),
-            suppress(FileNotFoundError),
-        ):  # its owner or another gc removed it first
-            if predicate(path):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-                count += 1
+        with remove_errors(path), suppress(FileNotFoundError):  # another process removed it first
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            count += 1
     return count

@@ -4,12 +4,14 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
+from graphtrain.cache.descriptions import SettingsText, describe_settings, settings_text
 from graphtrain.cache.layout import StorePaths
 from graphtrain.cache.programs import PAYLOAD, RECORD, UnusableEntry, list_errors, read_record
-from graphtrain.cache.stored_requests import list_digests, target_name
-from graphtrain.cache.summaries import read_summaries
+from graphtrain.cache.stored_requests import Origin, list_digests, target_name
+from graphtrain.cache.summaries import RequestSummary, read_summaries
 from graphtrain.errors import CacheError
 
 
@@ -24,25 +26,26 @@ class CacheEntry:
     nbytes: int
     created: str  # UTC
     last_used: float  # seconds since 1970
+    origin: Origin  # who compiled it first
+    settings: SettingsText  # of that configuration
 
 
 class _RequestFields(NamedTuple):
-    """Fields of a request for a listing; its key parts are omitted, since parsing them is slow."""
+    """Fields of a request for a listing; the parts of its settings are not parsed."""
 
     created: str
     digest: str
     graph: str
     target: str
+    origin: Origin
+    settings: SettingsText
 
 
 def list_entries(layout: StorePaths) -> list[CacheEntry]:
     """Return all stored programs, most recently used first."""
     requests: dict[str, list[_RequestFields]] = defaultdict(list)
     for request in read_summaries(layout):
-        request_fields = _RequestFields(
-            request.created, request.digest, request.graph, request.target
-        )
-        requests[request.program].append(request_fields)
+        requests[request.program].append(_listing_fields(request))
     entries = _entries(layout, requests)
     return sorted(entries, key=lambda entry: (-entry.last_used, entry.program))
 
@@ -82,8 +85,29 @@ def describe(layout: StorePaths, digest: str) -> dict[str, Any]:
     except UnusableEntry as error:
         raise CacheError(f"{layout.program(digest)} cannot be used: {error}") from error
     answered = [request for request in read_summaries(layout) if request.program == digest]
-    named = [{"digest": r.digest, "graph": r.graph, "created": r.created} for r in answered]
-    return {"program": digest, "requests": named, **body}
+    return {"program": digest, "requests": [_request_facts(one) for one in answered], **body}
+
+
+def _request_facts(request: RequestSummary) -> dict[str, Any]:
+    settings = settings_text(request.parts)
+    return {
+        "digest": request.digest,
+        "graph": request.graph,
+        "created": request.created,
+        **vars(request.origin),
+        "settings": vars(describe_settings(settings)),
+    }
+
+
+def _listing_fields(request: RequestSummary) -> _RequestFields:
+    return _RequestFields(
+        request.created,
+        request.digest,
+        request.graph,
+        request.target,
+        request.origin,
+        settings_text(request.parts),
+    )
 
 
 def _entries(layout: StorePaths, requests: dict[str, list[_RequestFields]]) -> Iterator[CacheEntry]:
@@ -95,20 +119,33 @@ def _entries(layout: StorePaths, requests: dict[str, list[_RequestFields]]) -> I
             with list_errors(layout.programs):
                 payload = os.stat(f"{directory}/{PAYLOAD}")
                 nbytes = payload.st_size + os.stat(f"{directory}/{RECORD}").st_size
-            graph, target, created = _listing_fields(layout, digest, requests.get(digest, []))
+            first = _first_request(layout, digest, requests.get(digest, []))
         except UnusableEntry:
             continue  # removed meanwhile, or damaged, which `verify` reports
         names = tuple(request.digest for request in requests.get(digest, []))
-        yield CacheEntry(digest, names, graph, target, nbytes, created, payload.st_mtime)
+        yield CacheEntry(
+            digest,
+            names,
+            first.graph,
+            first.target,
+            nbytes,
+            first.created,
+            payload.st_mtime,
+            first.origin,
+            first.settings,
+        )
 
 
-def _listing_fields(
+def _first_request(
     layout: StorePaths, digest: str, requests: list[_RequestFields]
-) -> tuple[str, str, str]:
-    """Return graph, target and creation time; from a request if possible: records are large."""
+) -> _RequestFields:
+    """Return the earliest request of a program; without one, what its record, which is large, has.
+
+    Raises:
+        UnusableEntry: there is no request, and the record is damaged.
+    """
     if requests:
-        first = min(requests)
-        return first.graph, first.target, first.created
+        return min(requests, key=itemgetter(0, 1))
     body = read_record(layout.program(digest), digest)
-    graph = str(body["record"].get("graph", ""))
-    return graph, target_name(body["key"].get("target")), body["created"]
+    graph, target = str(body["record"].get("graph", "")), target_name(body["key"].get("target"))
+    return _RequestFields(body["created"], "", graph, target, Origin(), SettingsText())

@@ -45,6 +45,7 @@ from graphtrain.cache.writing import (
 )
 from graphtrain.errors import CacheError
 from lowering.artifact import Artifact
+from lowering.machine.leases import DEFAULT_TIMING, LeaseTiming
 
 _RENAME_ATTEMPTS = 3  # an attempt fails only if another process has just stored the same program
 
@@ -64,7 +65,7 @@ class Cache:
     directory (`graphtrain.cache.authentication`). All others count as absent.
     """
 
-    def __init__(self, root: Path, pace: leases.LeaseTiming = leases.DEFAULT_TIMING) -> None:
+    def __init__(self, root: Path, pace: LeaseTiming = DEFAULT_TIMING) -> None:
         """Open the cache at root; the directory is created by the first write.
 
         Args:
@@ -121,7 +122,12 @@ class Cache:
         return artifact
 
     def record_request(
-        self, request: CacheKey, program: CacheKey | str, *, graph: str = ""
+        self,
+        request: CacheKey,
+        program: CacheKey | str,
+        *,
+        graph: str = "",
+        origin: stored_requests.Origin | None = None,
     ) -> None:
         """Record which program a request resolves to, replacing any earlier record.
 
@@ -129,13 +135,15 @@ class Cache:
             request: request key, computed without tracing.
             program: key or digest of a stored program.
             graph: graph name for `list` and `explain`; by default the request's part "graph".
+            origin: who asked for the program; None for this user.
 
         Raises:
             CacheError: the disk is full, or the cache is not writable.
         """
         graph = graph or str(request.part("graph") or "")
         code = stored_requests.authenticate(self._authenticator, request.digest, digest_of(program))
-        data = stored_requests.encode(request, digest_of(program), graph, code)
+        origin = origin or stored_requests.Origin(user=stored_requests.current_user())
+        data = stored_requests.encode(request, digest_of(program), graph, code, origin)
         path = self._layout.request(request.digest)
         with write_errors(path, len(data)):
             replace_file(self._layout, path, data)
@@ -171,9 +179,9 @@ class Cache:
         """
         return leases.hold_lease(self._layout, digest_of(key), on_wait, self._pace)
 
-    def lease(self, key: CacheKey | str) -> leases.Lease:
+    def lease(self, key: CacheKey | str) -> leases.CacheLease:
         """Return the lease of a key without acquiring it; use it to poll instead of waiting."""
-        return leases.Lease(self._layout.lease(digest_of(key)), self._pace)
+        return leases.CacheLease(self._layout.lease(digest_of(key)), self._pace)
 
     def list(self) -> tuple[entries.CacheEntry, ...]:
         """Return all stored programs with their requests, most recently used first."""
@@ -281,7 +289,7 @@ class Cache:
     def import_request(self, digest: str, text: bytes) -> None:
         """Store a request from a remote cache that has been verified; store its program first."""
         stored = stored_requests.decode(text, digest)
-        self.record_request(stored.key, stored.program, graph=stored.graph)
+        self.record_request(stored.key, stored.program, graph=stored.graph, origin=stored.origin)
 
     def verify(self, *, repair: bool = False) -> verify.VerificationReport:
         """Verify the checksums of every entry and report the problems.
@@ -298,6 +306,7 @@ class Cache:
         max_age_days: float | None = None,
         other_toolchains: bool = False,
         keep: Collection[str] = (),
+        dry_run: bool = False,
     ) -> collect.CollectionResult:
         """Remove programs that exceed the limits, then leftover files.
 
@@ -310,6 +319,7 @@ class Cache:
             other_toolchains: also remove programs compiled with package versions other than those
                 installed on this machine.
             keep: digests of programs or requests to retain regardless of the limits.
+            dry_run: remove nothing, and return what would be removed.
         """
         return collect.collect(
             self._layout,
@@ -317,6 +327,7 @@ class Cache:
             max_age_days=max_age_days,
             other_toolchains=other_toolchains,
             keep={*keep, *pins.pinned(self._layout)},
+            dry_run=dry_run,
         )
 
     def pin(self, prefix: str) -> str:

@@ -1,5 +1,6 @@
 """Stored requests: the request key, and the program that it resolves to."""
 
+import getpass
 import json
 import os
 from collections.abc import Mapping
@@ -16,6 +17,23 @@ LAST_LINE = b"}}"  # last line of a request file
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Who asked for a program first, and for what. It is only shown, and is no part of a key."""
+
+    configuration: str = ""  # as its user named it: a path, or a script
+    user: str = ""  # name@host
+
+
+def current_user() -> str:
+    """Return this user and host, as in alice@host; the number of a user without a name."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a container's user need not have a name
+        name = str(os.getuid())
+    return f"{name}@{os.uname().nodename}"
+
+
+@dataclass(frozen=True)
 class StoredRequest:
     """Contents of one file in requests/."""
 
@@ -25,6 +43,7 @@ class StoredRequest:
     created: str  # UTC
     parts: Mapping[str, Any]  # named parts of the request key
     code: str  # message authentication code of the user who stored it; may be empty
+    origin: "Origin"
 
     @property
     def key(self) -> CacheKey:
@@ -43,14 +62,22 @@ class StoredRequest:
         return target_name(self.parts.get("target"))
 
 
-def encode(request: CacheKey, program: str, graph: str, code: str = "") -> bytes:
+def encode(
+    request: CacheKey, program: str, graph: str, code: str = "", origin: Origin | None = None
+) -> bytes:
     """Return the contents of a request file: JSON with one line for the head and for each part.
 
     A reader of thousands of files can thus parse only the lines it needs, and compare equal parts
     by their bytes. The last line is LAST_LINE.
     """
-    head = {"schema": SCHEMA, "graph": graph, "program": program, "created": timestamp()}
+    head: dict[str, Any] = {
+        "schema": SCHEMA,
+        "graph": graph,
+        "program": program,
+        "created": timestamp(),
+    }
     head["code"] = code
+    head |= {name: text for name, text in vars(origin or Origin()).items() if text}
     first = json.dumps(head | {"parts": {}}, separators=(",", ":")).removesuffix(LAST_LINE.decode())
     parts = ",\n".join(f"{json.dumps(name)}:{text}" for name, text in request.parts)
     return f"{first}\n{parts}\n".encode() + LAST_LINE
@@ -118,15 +145,21 @@ def decode(text: bytes, digest: str) -> StoredRequest:
     strings = all(isinstance(body.get(name), str) for name in ("graph", "program", "created"))
     if not (strings and is_digest(body["program"]) and isinstance(body.get("parts"), dict)):
         raise DamagedEntry("request has no valid graph, program, created or parts")
-    code = body.get("code")  # absent in requests of earlier versions
     return StoredRequest(
         digest,
         body["graph"],
         body["program"],
         body["created"],
         body["parts"],
-        code if isinstance(code, str) else "",
+        _string(body, "code"),
+        Origin(_string(body, "configuration"), _string(body, "user")),
     )
+
+
+def _string(body: Mapping[str, Any], name: str) -> str:
+    """Return a string that requests of earlier versions lack; then it is empty."""
+    value = body.get(name)
+    return value if isinstance(value, str) else ""
 
 
 def list_digests(directory: Path, suffix: str = "") -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from graphtrain.cache.layout import StorePaths, validate_digest
 from graphtrain.cache.programs import UnusableEntry, list_errors, read_bytes
-from graphtrain.cache.stored_requests import decode, list_digests, split_parts, target_name
+from graphtrain.cache.stored_requests import Origin, decode, list_digests, split_parts, target_name
 
 
 class RequestSummary(NamedTuple):
@@ -19,6 +19,7 @@ class RequestSummary(NamedTuple):
     created: str  # UTC
     parts: Mapping[str, bytes]  # JSON text by name, not parsed
     code: str  # message authentication code of the user who stored it; may be empty
+    origin: Origin
 
     @property
     def target(self) -> str:
@@ -53,12 +54,21 @@ def summarize(text: bytes, digest: str) -> RequestSummary:
     """
     if b"\n" not in text:  # older format: the parts are not on separate lines
         request = decode(text, digest)
-        parts = {name: json.dumps(part).encode() for name, part in request.parts.items()}
+        parts = {
+            name: json.dumps(part, separators=(",", ":")).encode()  # as in a file with lines
+            for name, part in request.parts.items()
+        }
     else:
         head, parts = split_parts(text)
         request = decode(head, digest)
     return RequestSummary(
-        digest, request.graph, request.program, request.created, parts, request.code
+        digest,
+        request.graph,
+        request.program,
+        request.created,
+        parts,
+        request.code,
+        request.origin,
     )
 
 

@@ -27,17 +27,18 @@ from graphtrain.checkpoints.checkpoint import (
 )
 from graphtrain.checkpoints.layer_rows import Index, StackedArray, read_reordered_part
 from graphtrain.checkpoints.manifest import verify_files, write_manifest
+from graphtrain.checkpoints.output_directory import create_directory
 from graphtrain.checkpoints.strategy import Strategy, read_json, strategy_of
 from graphtrain.config import load_config, render
 from graphtrain.config.resolve import layer_rows, resolve
+from graphtrain.config.run_record import CONFIG, RECORD, write_run_config
 from graphtrain.config.schema import Config
 from graphtrain.errors import PlanError, TrainingError
-from graphtrain.files import create_directory
 from lowering.trees import Tree, unflatten
 
 _CHUNK_BYTES = 64 << 20  # bytes of one chunk of an array on disk
 _CHUNK_CACHE_BYTES = 1 << 30  # bytes of source chunks cached while parts of them are read
-_NOT_COPIED = ("checkpoints", "quarantine", ".lease", ".lock", "config.toml")
+_NOT_COPIED = ("checkpoints", "quarantine", ".lease", ".lock", CONFIG, RECORD)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def reshard(
         existing_steps = ", ".join(map(str, steps)) or "none"
         raise TrainingError(f"no such checkpoint in {source}; existing steps: {existing_steps}")
     step = steps[-1] if step is None else step
-    config = load_config(source / "config.toml")
+    config = load_config(source / CONFIG)
     strategy = _strategy(to)
     verify_files(source / "checkpoints" / str(step))
     info = read_checkpoint_info(source / "checkpoints", step)
@@ -178,7 +179,7 @@ def _copy_files(
             shutil.copyfile(path, directory / path.name)
     run = replace(config.run, directory=str(destination))
     text = render(replace(config, program=strategy.settings, run=run))
-    (directory / "config.toml").write_text(text)
+    write_run_config(directory, text, start=0)
 
 
 def _write_zeros(target_path: Path, info: CheckpointInfo, strategy: Strategy) -> None:

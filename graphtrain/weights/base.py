@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.config import load_config
 from graphtrain.config.schema import Adapter
 from graphtrain.errors import WeightsError
-from graphtrain.files import atomic_write, content_digest, write_errors
+from graphtrain.files import atomic_write, content_digest
 from graphtrain.weights.sources import WeightSource
 from sharding_rules.documents import read_json
 
@@ -35,19 +36,30 @@ def record_base(weights: WeightSource, directory: Path) -> None:
 def verify_base(weights: WeightSource, directory: Path) -> None:
     """Raise unless these are the base weights that a run started from.
 
+    Raises:
+        WeightsError: a file differs, is missing or was added; the message names it.
+    """
+    if (name := different_base_file(weights, directory)) is not None:
+        raise WeightsError(
+            f"{weights.directory} does not contain the base weights that {directory} was "
+            f"trained on: {name} differs; restore them, or set run.directory to a new directory"
+        )
+
+
+def different_base_file(weights: WeightSource, directory: Path) -> str | None:
+    """Return the name of a file in which weights differ from those that a run started from.
+
     Files with the recorded size and modification time count as unchanged; others are read.
 
     Raises:
-        WeightsError: a file differs, is missing or was added; the message names it.
+        WeightsError: the record of the run cannot be read.
     """
     recorded = _read_record(directory)["files"]
     current = _describe(weights, recorded)
     for name in recorded | current:
         if recorded.get(name, {}).get("sha256") != current.get(name, {}).get("sha256"):
-            raise WeightsError(
-                f"{weights.directory} does not contain the base weights that {directory} was "
-                f"trained on: {name} differs; restore them, or set run.directory to a new directory"
-            )
+            return name
+    return None
 
 
 def verify_adapter_settings(adapter: Adapter | None, directory: Path) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from graphtrain.checkpoints.output_directory import create_directory
 from graphtrain.config.hf_config import read_config_json
 from graphtrain.config.render import render_model
 from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import FlaxModel, Model
 from graphtrain.data.tokenizers.consistency import check_tokenizer, vocabulary_problem
 from graphtrain.errors import DataError, WeightsError
-from graphtrain.files import create_directory
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.flops import parameter_count
 from graphtrain.weights.digests import record_weights

@@ -42,11 +42,10 @@ class AdapterTable:
     @classmethod
     def from_folder(cls, side: Path, model: Model, adapter: Adapter) -> AdapterTable:
         """Return the table for a model whose Hugging Face files are in the folder `side`."""
-        config = read_config(side) if (side / "config.json").is_file() else None
-        family = family_of_config(config) if config else family_of_model(model)
+        family, unpadded = family_of_folder(side, model)
         targets = frozenset(lora_paths(model, adapter))
         modules_to_save = frozenset(fully_trained_paths(model, adapter))
-        return cls(family, with_unpadded_vocab(model, config), adapter, targets, modules_to_save)
+        return cls(family, unpadded, adapter, targets, modules_to_save)
 
     @property
     def tie_word_embeddings(self) -> str | None:
@@ -71,6 +70,18 @@ class AdapterTable:
         for layer_weights in self.family.weights(self.model):
             if self.modules_to_save & set(layer_weights.row.paths):
                 yield layer_weights
+
+
+def family_of_folder(side: Path, model: Model) -> tuple[Family, Model]:
+    """Return the family of a model, and the model without padding of the vocabulary.
+
+    Args:
+        side: Folder of Hugging Face files; without config.json, the family follows from the model.
+        model: Settings of the model.
+    """
+    config = read_config(side) if (side / "config.json").is_file() else None
+    family = family_of_config(config) if config else family_of_model(model)
+    return family, with_unpadded_vocab(model, config)
 
 
 def module_of(layer_weights: LayerWeights) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
 
-from graphtrain.config.schema import Adapter, Model
+from graphtrain.config.schema import Adapter, Model, Program
 from graphtrain.models.lora.quantize import fake_quantize
 from graphtrain.models.lora.trainable import (
     LORA_A,
@@ -19,13 +20,27 @@ from graphtrain.models.lora.trainable import (
     lora_paths,
 )
 from graphtrain.models.shapes import parameter_arrays
-from graphtrain.weights.sources import RunCheckpoint, WeightSource
+from graphtrain.weights.sources import WeightSource
+
+
+class TrainedAdapter(Protocol):
+    """Arrays that a run with an adapter trains: of a checkpoint, or on the devices."""
+
+    directory: Path
+    side: Path
+    program: Program
+    model: Model
+
+    @property
+    def files(self) -> list[Path]: ...
+
+    def read(self, paths: Sequence[str], layer: int | None) -> list[np.ndarray]: ...
 
 
 class MergedWeights:
     """Weights of a run with the adapter merged into its (rounded or quantized) base weights."""
 
-    def __init__(self, run: RunCheckpoint, base: WeightSource) -> None:
+    def __init__(self, run: TrainedAdapter, base: WeightSource) -> None:
         assert run.program.adapter is not None
         self.run, self.adapter = run, run.program.adapter
         self.directory, self.side, self.model = run.directory, run.side, run.model

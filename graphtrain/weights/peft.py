@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
 
+from graphtrain.checkpoints.output_directory import create_directory
 from graphtrain.config.schema import Program
 from graphtrain.errors import WeightsError
-from graphtrain.files import create_directory, validate
+from graphtrain.files import validate
 from graphtrain.models.lora.trainable import LORA_A, LORA_B, trained_arrays
 from graphtrain.weights.convert import ConversionSummary
 from graphtrain.weights.factors import (
@@ -38,8 +39,8 @@ from graphtrain.weights.families.family import (
 from graphtrain.weights.sources import RunCheckpoint
 from sharding_rules.documents import read_object
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
 _MAX_PATTERN, _REPEAT = 200, re.compile(r"[*+{]")  # of regular expressions of module names
 
 
@@ -104,15 +105,15 @@ def write_peft_folder(table: AdapterTable, read: Read, destination: Path) -> Con
             for path, array in zip(layer_weights.row.paths, arrays, strict=True)
         ]
         for name, tensor in to_hugging_face(layer_weights, unpadded, table.model):
-            tensors[_PREFIX + name] = tensor
+            tensors[PEFT_PREFIX + name] = tensor
             if layer_weights.row.paths == (EMBEDDING,) and (head := table.tie_word_embeddings):
-                tensors[_PREFIX + head] = tensor
+                tensors[PEFT_PREFIX + head] = tensor
     with create_directory(destination) as directory:
         from safetensors.numpy import save_file
 
         contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
         save_file(contiguous, directory / _WEIGHTS, {"format": "pt"})
-        (directory / _CONFIG).write_text(json.dumps(_config(table), indent=2) + "\n")
+        (directory / ADAPTER_CONFIG).write_text(json.dumps(_config(table), indent=2) + "\n")
     count = sum(tensor.size for tensor in tensors.values())
     return ConversionSummary(table.family.model_type, count, len(tensors), "float32")
 
@@ -127,9 +128,9 @@ class PeftAdapter:
     def __init__(self, directory: Path, program: Program, side: Path) -> None:
         assert program.adapter is not None
         self.directory, self.adapter = directory, program.adapter
-        self.config = _read(directory)
+        self.config = read_adapter_config(directory)
         self._table = AdapterTable.from_folder(side, program.model, program.adapter)
-        self._tensors = _load(directory / _WEIGHTS)
+        self._tensors = load_adapter_tensors(directory)
         self.arrays = self._stack(program)
         if self._tensors:
             raise WeightsError(
@@ -146,7 +147,7 @@ class PeftAdapter:
                 arrays[f"{path}/{LORA_A}"][layer_weights.layer] = lora_a
                 arrays[f"{path}/{LORA_B}"][layer_weights.layer] = lora_b
         for layer_weights in self._table.fully_trained_weights():
-            tensors = [self._pop_tensor(name, _PREFIX + name) for name in layer_weights.names]
+            tensors = [self._pop_tensor(name, PEFT_PREFIX + name) for name in layer_weights.names]
             if layer_weights.row.paths == (EMBEDDING,):
                 self._drop_head(tensors[0])
             model = self._table.model
@@ -168,7 +169,7 @@ class PeftAdapter:
     def _drop_head(self, embedding: np.ndarray) -> None:
         """Discard the copy of the embedding that PEFT saves for a tied LM head."""
         head = self._table.tie_word_embeddings
-        copy = None if head is None else self._tensors.pop(_PREFIX + head, None)
+        copy = None if head is None else self._tensors.pop(PEFT_PREFIX + head, None)
         if copy is not None and not np.array_equal(copy, embedding):
             raise WeightsError(
                 f"{self.directory}: {head} differs from the embedding, but config.json ties them"
@@ -177,8 +178,8 @@ class PeftAdapter:
     def _pairs(self, layer_weights: LayerWeights) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return both LoRA factors of each adapted weight of one row, by path."""
         module = module_of(layer_weights)
-        lora_a = self._pop_tensor(module, f"{_PREFIX}{module}.lora_A.weight")
-        lora_b = self._pop_tensor(module, f"{_PREFIX}{module}.lora_B.weight")
+        lora_a = self._pop_tensor(module, f"{PEFT_PREFIX}{module}.lora_A.weight")
+        lora_b = self._pop_tensor(module, f"{PEFT_PREFIX}{module}.lora_B.weight")
         rank, count = self.adapter.rank, lora_a.shape[0] if lora_a.ndim else 0
         self._check_shapes(
             module, [lora_a, lora_b], peft_shapes(layer_weights, count, self._table.model)
@@ -189,7 +190,7 @@ class PeftAdapter:
                 f"{self.directory}: {module} has rank {count}, but program.adapter.rank = {rank}; "
                 f"set it to {count}"
             )
-        scale_ratio = _scale(self.config, module, count) / self.adapter.scale
+        scale_ratio = peft_scale(self.config, module, count) / self.adapter.scale
         lora_b = lora_b * np.float32(scale_ratio) if scale_ratio != 1 else lora_b
         pairs = {}
         for index, path in enumerate(targets):
@@ -258,7 +259,7 @@ def _check_modules(table: AdapterTable) -> None:
 def _named_factors(
     layer_weights: LayerWeights, lora_a: np.ndarray, lora_b: np.ndarray
 ) -> dict[str, np.ndarray]:
-    module = _PREFIX + module_of(layer_weights)
+    module = PEFT_PREFIX + module_of(layer_weights)
     return {f"{module}.lora_A.weight": lora_a, f"{module}.lora_B.weight": lora_b}
 
 
@@ -304,8 +305,13 @@ def _name_within_layer(module: str) -> str:
     return in_layer[1] if in_layer else module
 
 
-def _read(directory: Path) -> dict[str, Any]:
-    path = directory / _CONFIG
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """Read the adapter_config.json of a folder that PEFT saved.
+
+    Raises:
+        WeightsError: it cannot be read, or the adapter is of an unsupported kind.
+    """
+    path = directory / ADAPTER_CONFIG
     try:
         config = read_object(path)
         validate(_AdapterConfig, config)
@@ -320,11 +326,26 @@ def _read(directory: Path) -> dict[str, Any]:
         "lora_bias": config.get("lora_bias"),
         "target_parameters": config.get("target_parameters"),
         "trainable_token_indices": config.get("trainable_token_indices"),
+        "alora_invocation_tokens": config.get("alora_invocation_tokens"),  # only after these tokens
+        "arrow_config": config.get("arrow_config"),  # chooses among adapters by token
     }
     for setting, is_refused in refused.items():
         if is_refused:
             raise WeightsError(f"{path}: {setting} = {config.get(setting)!r} is not supported")
+    if _changes_base(initial := config.get("init_lora_weights")):
+        raise WeightsError(
+            f"{path}: init_lora_weights = {initial!r} changes the base weights; save the adapter "
+            "with path_initial_model_for_weight_conversion of PEFT's save_pretrained, for those "
+            "that were not changed"
+        )
     return config
+
+
+def _changes_base(initial: Any) -> bool:
+    """Return whether PEFT changes the base weights as it adds factors, also to load them."""
+    return isinstance(initial, str) and initial.lower().startswith(
+        ("pissa", "olora", "corda", "loftq")
+    )
 
 
 def _check_pattern(name: str) -> None:
@@ -341,7 +362,7 @@ def _check_pattern(name: str) -> None:
         raise ValueError(f"alpha_pattern: {name[:80]!r} is not a pattern: {error}") from None
 
 
-def _scale(config: dict[str, Any], module: str, rank: int) -> float:
+def peft_scale(config: dict[str, Any], module: str, rank: int) -> float:
     """Return the factor by which PEFT scales the product of a module's LoRA factors."""
 
     def pattern(setting: str, default: Any) -> Any:
@@ -352,13 +373,19 @@ def _scale(config: dict[str, Any], module: str, rank: int) -> float:
 
     alpha = pattern("alpha_pattern", config.get("lora_alpha"))
     if not isinstance(alpha, int | float):
-        raise WeightsError(f"{_CONFIG}: lora_alpha = {alpha!r} of {module} is not a number")
+        raise WeightsError(f"{ADAPTER_CONFIG}: lora_alpha = {alpha!r} of {module} is not a number")
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
-def _load(path: Path) -> dict[str, np.ndarray]:
+def load_adapter_tensors(directory: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a folder that PEFT saved, by name.
+
+    Raises:
+        WeightsError: there is no file of them, or it is damaged.
+    """
     from graphtrain.weights.files import SafetensorsFiles
 
+    path = directory / _WEIGHTS
     if not path.is_file():
         raise WeightsError(f"{path} does not exist; write it with PEFT's save_pretrained")
     folder = SafetensorsFiles([path])

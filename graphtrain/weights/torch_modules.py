@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 Index = tuple[slice, ...]
 Fill = Callable[[Tree, Callable[[str, tuple[int, ...], Index], np.ndarray]], Tree]
 
+# Parameters that transformers 5 has renamed in its modules, but not in folders: GPT-NeoX.
+_RENAMED = {"lm_head.weight": "embed_out.weight"}
+
 
 class HuggingFaceWeights:
     """Weights in a folder that transformers can load, for a run of an imported model.
@@ -86,7 +89,8 @@ class HuggingFaceWeights:
         available_names = set(self._folder.names)
         leading = 2 if stages is not None and stages.rounds > 1 else 1
         count = sum(stages.layers) if stages is not None else shape[0] if shape else 0
-        for name in (dotted, dotted.partition(".")[2]):  # some folders omit the first component
+        # Some folders omit the first component.
+        for name in (dotted, dotted.partition(".")[2], _RENAMED.get(dotted, dotted)):
             if name in available_names and self._folder.shape(name) == shape:
                 return name
             for rows in _rows(name, count, available_names):

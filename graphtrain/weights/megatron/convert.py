@@ -9,11 +9,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from graphtrain.checkpoints.output_directory import create_directory
 from graphtrain.config.presets import preset_settings
 from graphtrain.config.render import render_model
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
-from graphtrain.files import create_directory
 from graphtrain.models.flops import is_gated
 from graphtrain.weights.convert import (
     ConversionSummary,

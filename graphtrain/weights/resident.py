@@ -1,0 +1,113 @@
+"""Weights of a run that are on the devices, in the layout of another program of the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+import lowering
+from graphtrain.checkpoints.checkpoint import layer_order_of
+from graphtrain.checkpoints.layer_rows import Index, LayerRows, StackedArray, read_reordered_part
+from graphtrain.config.resolve import ResolvedProgram, layer_rows
+from graphtrain.config.schema import Model, Program
+from graphtrain.models.lora.trainable import trained_arrays
+from graphtrain.weights.initial import load_initial_parameters
+from graphtrain.weights.merged import MergedWeights
+from graphtrain.weights.sources import HF_FILES, WeightSource
+from lowering.trees import Tree, flatten, unflatten
+
+
+def relaid_parameters(
+    parameters: Tree,
+    trained: ResolvedProgram,
+    base: WeightSource | None,
+    program: ResolvedProgram,
+    described: Tree,
+) -> Tree:
+    """Return trained parameters as another program needs them; adapters are merged.
+
+    What differs in its sharding or in the order of its layers is copied through host memory, one
+    array at a time. All devices must be of this process.
+
+    Args:
+        parameters: Trained parameters, on the devices.
+        trained: The program that trains them.
+        base: Weights that its adapter belongs to.
+        program: The other program.
+        described: Shapes, dtypes and shardings of its parameters.
+    """
+    if trained.adapter is not None:
+        assert base is not None
+        merged = MergedWeights(_ResidentAdapter(trained, parameters, base.directory), base)
+        fill = lowering.backend(program.target).from_shards
+        return load_initial_parameters(merged, program, described, fill)
+    arrays, order = flatten(parameters), layer_order_of(program)
+    rows = order.reordering_from(layer_order_of(trained).rows)
+    leaves = flatten(described)
+    same = {
+        path
+        for path, like in leaves.items()
+        if rows is None and arrays[path].sharding.is_equivalent_to(like.sharding, len(like.shape))
+    }
+
+    @lru_cache(maxsize=1)
+    def on_host(path: str) -> np.ndarray:
+        return np.asarray(arrays[path])
+
+    def read(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
+        array = on_host(path)
+        if rows is None:
+            return array[index]
+        is_stacked = array.shape != shape if order.by_shape else None
+        return _reordered(path, shape, index, array, rows, is_stacked)
+
+    others = {path: like for path, like in leaves.items() if path not in same}
+    moved: Tree = {}
+    if others:
+        moved = flatten(lowering.backend(program.target).from_shards(unflatten(others), read))
+    return unflatten({path: arrays[path] if path in same else moved[path] for path in leaves})
+
+
+def _reordered(
+    path: str,
+    shape: tuple[int, ...],
+    index: Index,
+    array: np.ndarray,
+    rows: tuple[LayerRows, LayerRows],
+    is_stacked: bool | None,
+) -> np.ndarray:
+    """Return a part of an array whose layers are in another order."""
+    stored = StackedArray(path, array.shape, rows[0], is_stacked)
+    wanted = StackedArray(path, shape, rows[1], is_stacked)
+    return read_reordered_part(wanted, stored, index, lambda part: array[part], array.dtype)
+
+
+class _ResidentAdapter:
+    """Adapter that is being trained, as a checkpoint of it would be read."""
+
+    def __init__(self, trained: ResolvedProgram, parameters: Tree, directory: Path) -> None:
+        self.program: Program = trained.settings
+        self.model: Model = trained.model
+        self.directory, self.side = directory, directory / HF_FILES
+        self._arrays = flatten(parameters)
+        self._row_of = {
+            layer: row for row, layer in enumerate(layer_rows(trained)) if layer is not None
+        }
+
+    @property
+    def files(self) -> list[Path]:
+        return []
+
+    def read(self, paths: Sequence[str], layer: int | None) -> list[np.ndarray]:
+        arrays = [self._natural(path) for path in paths]
+        return arrays if layer is None else [array[self._row_of[layer]] for array in arrays]
+
+    def _natural(self, path: str) -> np.ndarray:
+        array = np.asarray(self._arrays[path])
+        if not path.startswith("layers/"):
+            return array
+        inner = trained_arrays(self.program)[path].shape[1:]
+        return array.reshape(-1, *inner)  # merge a pipeline's axis of virtual stages
