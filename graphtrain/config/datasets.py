@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.config.schema import Config, Data
-from graphtrain.errors import ConfigError, DataError
+from graphtrain.config.user_code import is_user_code
+from graphtrain.errors import ConfigError
+from graphtrain.files import missing_dataset_file, read_digested_object
+from sharding_rules.documents import DocumentError
 
 DIRECTORY = ("run", "data", "directory")
 # Rows of an embedding that follow from the data: matrix products are faster with such sizes, and
@@ -92,21 +95,29 @@ def _training_sets(data: Data) -> Iterator[str]:
 
 
 def _vocab(prefix: str) -> int:
-    from graphtrain.data.indexed.dataset import missing_file
-    from graphtrain.data.indexed.description import read_description
-
+    if is_user_code(prefix):
+        raise ConfigError(f"run.data.train = {prefix!r} is code; set program.model.vocab")
+    path = Path(f"{prefix}.json")
     try:
-        description = read_description(prefix)
-    except DataError as error:
-        raise ConfigError(str(error)) from None
-    if description is not None:
-        return description.vocab
-    if Path(f"{prefix}.idx").is_file():
+        vocab = read_digested_object(path).get("vocab")
+    except FileNotFoundError:
+        raise ConfigError(_without_description(prefix)) from None
+    except (OSError, DocumentError) as error:
         raise ConfigError(
+            f"{path}: not the description of a dataset ({error}); prepare the dataset again"
+        ) from None
+    if not isinstance(vocab, int) or vocab < 1:
+        raise ConfigError(f"{path}: does not state a vocabulary; prepare the dataset again")
+    return vocab
+
+
+def _without_description(prefix: str) -> str:
+    if Path(f"{prefix}.idx").is_file():
+        return (
             f"{prefix}.json: no such file, so the vocabulary of the dataset is unknown; set "
             "program.model.vocab"
         )
-    raise ConfigError(
-        f"{missing_file(prefix, '.json')}; or set program.model.vocab, which is by default the "
-        "vocabulary of the training data"
+    return (
+        f"{missing_dataset_file(prefix, '.json')}; or set program.model.vocab, which is by default "
+        "the vocabulary of the training data"
     )

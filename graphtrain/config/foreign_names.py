@@ -162,9 +162,10 @@ NAMES_OF = {
     "program.adapter.use_rslora": "root_rank",
     "program.adapter.modules_to_save": "whole",
     "program.adapter.base_dtype": "base load_in_4bit load_in_8bit quantization_config",
+    "program.serve.total_adapter_rank": "max_lora_rank max_loras enable_lora lora_modules",
     "run.directory": (
         "output_dir base_output_directory dump_folder save_dir log_dir run_name exp_dir "
-        "explicit_log_dir"
+        "explicit_log_dir resume_from_checkpoint"
     ),
     "run.steps": (
         "max_steps train_iters training_steps num_train_steps total_steps max_iters "

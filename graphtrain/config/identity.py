@@ -26,6 +26,7 @@ MATHEMATICS = frozenset(
         "program.loss",
         "program.adapter",
         "run.data.train",
+        "run.data.arguments",
         "run.data.packing",
         "run.data.overlong",
         "run.learning_rate",
@@ -49,6 +50,7 @@ EXECUTION = frozenset(
         "program.batch.gradient_reduction",
         "program.optimizer.offload_to_host",
         "program.loss.chunk",
+        "program.serve",
         "run.directory",
         "run.steps",  # a run may be continued; `train` says what that changes
         "run.data.validation",
@@ -62,6 +64,7 @@ EXECUTION = frozenset(
         "run.evaluate_batches",
         "run.early_stopping_patience",
         "run.tensorboard",
+        "run.samples",
         "run.watchdog",
     }
 )

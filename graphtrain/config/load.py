@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import date, time
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -19,12 +19,17 @@ from graphtrain.config.datasets import (
     with_data_vocab,
 )
 from graphtrain.config.lines import KeyPath
-from graphtrain.config.overrides import parse_overrides
+from graphtrain.config.overrides import Override, parse_overrides
 from graphtrain.config.presets import apply_preset
 from graphtrain.config.render import as_document, toml_document
+from graphtrain.config.run_record import CONFIG, warn_if_changed
 from graphtrain.config.schema import Config
 from graphtrain.errors import ConfigError
 from sharding_rules.documents import MAX_TOML_BYTES, DocumentError, parse_toml, read_text
+from sharding_rules.errors import UserError
+
+if TYPE_CHECKING:
+    from graphtrain.config.problems import ConfigSource
 
 _MAX_PROBLEMS = 50  # of one configuration that are reported
 
@@ -70,23 +75,54 @@ def load_config(source: Source, overrides: Sequence[str] = (), target: str | Non
     except ValidationError as error:
         errors = error.errors(include_url=False)
 
-    from graphtrain.config.problems import (  # not needed for a valid file
-        ConfigSource,
-        explain,
-    )
+    from graphtrain.config.problems import explain  # not needed for a valid file
 
-    text = read.text if read.text is not None else toml_document(document)
-    config_source = ConfigSource(read.name, text, changes, has_lines=read.text is not None)
-    problems = explain(config_source, document, errors, foreign)
+    problems = explain(_located(read, document, changes), document, errors, foreign)
     shown = list(islice(problems, _MAX_PROBLEMS))
     if next(problems, None) is not None:
         shown.append(f"{read.name}: more problems; these are the first {_MAX_PROBLEMS}")
     raise ConfigError("\n".join(shown))
 
 
+def config_source(
+    source: Source, overrides: Sequence[str] = (), target: str | None = None
+) -> "ConfigSource":
+    """Return where the settings of a configuration are, for messages; its file is read again.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    read = _read_source(source)
+    return _located(read, read.document, parse_overrides(overrides, target))
+
+
+def _located(
+    read: "_Read", document: Mapping[str, Any], changes: tuple[Override, ...]
+) -> "ConfigSource":
+    from graphtrain.config.problems import ConfigSource  # not needed for a valid file
+
+    text = read.text if read.text is not None else toml_document(document)
+    return ConfigSource(read.name, text, changes, has_lines=read.text is not None)
+
+
+class UnknownVocabulary(ConfigError):
+    """A configuration is valid but for its vocabulary, which would follow from the data."""
+
+    def __init__(self, message: str, config: Config, *, of_data: bool) -> None:
+        """Create the error.
+
+        Args:
+            message: what is wrong.
+            config: the configuration, with a placeholder for the vocabulary.
+            of_data: whether the data is the cause, and not the target, the mesh or the rules.
+        """
+        super().__init__(message)
+        self.config, self.of_data = config, of_data
+
+
 def config_file(path: Path) -> Path:
     """Return the config.toml of the directory of a run; any other path as it is."""
-    file = path / "config.toml"
+    file = path / CONFIG
     return file if file.is_file() else path
 
 
@@ -96,7 +132,7 @@ def _follow_moved_run(read: "_Read", document: dict[str, Any]) -> None:
     Otherwise a command that is given a moved or copied run would read, or train, the original.
     """
     file, run = Path(read.name), document.get("run")
-    is_of_run = read.text is not None and file.name == "config.toml"
+    is_of_run = read.text is not None and file.name == CONFIG
     if not (is_of_run and isinstance(run, dict) and (file.parent / "metrics.jsonl").is_file()):
         return
     named = run.get("directory")
@@ -122,6 +158,8 @@ def _read_source(source: Source) -> _Read:
         name, text = "configuration", source
     elif isinstance(source, str | os.PathLike):
         path = config_file(Path(source))
+        if path.name == CONFIG:
+            warn_if_changed(path)
         name, text = str(path), _read(path)
     else:
         raise ConfigError(
@@ -159,8 +197,9 @@ def _take_vocab_from_data(document: dict[str, Any]) -> bool:
 def _with_data_vocab(config: Config, name: str) -> Config:
     try:
         return with_data_vocab(config)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
+    except UserError as error:
+        of_data = isinstance(error, ConfigError)
+        raise UnknownVocabulary(f"{name}: {error}", config, of_data=of_data) from None
 
 
 def _keep_default_mesh(document: dict[str, Any]) -> None:

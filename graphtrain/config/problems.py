@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from functools import cached_property
@@ -16,7 +16,10 @@ from graphtrain.config.overrides import Override
 from graphtrain.config.render import dotted, toml
 from graphtrain.config.schema.types import WRONG_PATH
 from graphtrain.config.settings import holds_settings, known_settings, words
+from lowering.errors import LoweringError
+from lowering.machine.target import Target
 
+_TARGET = ("program", "target")
 _LONGEST_NAME = 200  # characters of a setting that may be misspelt
 _LONGEST_VALUE = 60  # characters of a value shown
 
@@ -54,7 +57,7 @@ def explain(
     errors: Sequence[ErrorDetails],
     foreign: Collection[KeyPath],
 ) -> Iterator[str]:
-    """Yield one line per problem: unknown settings, then values, then missing settings."""
+    """Yield one line per problem: unknown settings, values, missing settings, then the target."""
     by_type: dict[str, dict[KeyPath, ErrorDetails]] = {}
     for error in errors:
         kind = error["type"] if error["type"] in _OWN_WORDS else "value"
@@ -86,9 +89,21 @@ def explain(
             yield _missing(source, path)
     for error in by_type.get("json_invalid", {}).values():
         yield f"{source.name}: {error['msg']}"
+    yield from _wrong_target(source, document)
 
 
 _OWN_WORDS = {"unexpected_keyword_argument", "missing", "value_error", "json_invalid", WRONG_PATH}
+
+
+def _wrong_target(source: ConfigSource, document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield that the target does not exist, which needs no other setting to be right."""
+    program = document.get("program")
+    target = program.get("target") if isinstance(program, dict) else None
+    if isinstance(target, str):
+        try:
+            Target.parse(target)
+        except LoweringError as error:
+            yield f"{locate(source, [_TARGET])}: program.target: {error}"
 
 
 def _location_of(source: ConfigSource, path: KeyPath) -> str:

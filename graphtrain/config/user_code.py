@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,12 @@ from graphtrain.errors import ConfigError
 from graphtrain.files import content_digest
 
 _DIGITS = 16  # of a digest
+_REFERENCE = re.compile(r"(.+\.py|\w+(\.\w+)*):[A-Za-z_]\w*")
+
+
+def is_user_code(reference: str) -> bool:
+    """Return whether a dataset is "file.py:name" or "module:name", and not a path."""
+    return _REFERENCE.fullmatch(reference) is not None
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,11 @@ def packing_report(prefix: str, length: int) -> str:
     """Return a report of the rows that best-fit packing needs, and of how full they are."""
     sizes = np.diff(IndexedDataset(prefix).document_offsets)
     packed = PackingSettings(
-        length=length, isolate_documents=True, packing="best_fit", overlong="truncate"
+        length=length,
+        length_name="--length",
+        isolate_documents=True,
+        packing="best_fit",
+        overlong="truncate",
     ).open(prefix)
     used_positions = int(np.minimum(sizes[sizes > 1] - 1, length).sum())
     share = used_positions / (len(packed) * packed.rows_per_index * length)

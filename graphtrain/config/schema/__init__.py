@@ -24,7 +24,16 @@ from graphtrain.config.schema.program import (
     check_pipeline,
     check_preference,
 )
-from graphtrain.config.schema.run import BlendPart, Data, LearningRate, Packing, Run, Watchdog
+from graphtrain.config.schema.run import (
+    BlendPart,
+    Data,
+    LearningRate,
+    Packing,
+    Run,
+    Samples,
+    Watchdog,
+)
+from graphtrain.config.schema.serve import Serve
 from graphtrain.config.schema.torch_model import TorchModel, is_imported
 
 __all__ = [
@@ -48,6 +57,8 @@ __all__ = [
     "Remat",
     "RopeScaling",
     "Run",
+    "Samples",
+    "Serve",
     "TorchModel",
     "Watchdog",
     "check_pipeline",

@@ -13,6 +13,7 @@ from graphtrain.config.schema.loss import Loss
 from graphtrain.config.schema.mesh import Mesh, PipelineSettings
 from graphtrain.config.schema.model import Model
 from graphtrain.config.schema.optimizer import Optimizer
+from graphtrain.config.schema.serve import Serve
 from graphtrain.config.schema.torch_model import TorchModel, is_imported
 from graphtrain.config.schema.types import STRICT, LocalPath
 from sharding_rules.errors import ShardingError
@@ -61,6 +62,7 @@ class Program:
     loss: Loss = Loss()
     pipeline: PipelineSettings = PipelineSettings()
     adapter: Adapter | None = None  # LoRA; unset: train every weight
+    serve: Serve = Serve()
 
     def __post_init__(self) -> None:
         if is_imported(self.model):
@@ -118,6 +120,8 @@ def _check_imported(program: Program) -> None:
         'loss.kind = "dpo"': program.loss.kind == "dpo",
         "loss.chunk": program.loss.has_chunks,
         "adapter": program.adapter is not None,
+        'serve.weights_dtype = "int8"': program.serve.weights_dtype == "int8",
+        "serve.total_adapter_rank": program.serve.total_adapter_rank > 0,
     }
     if names := [name for name, is_set in refused.items() if is_set]:
         raise ValueError(

@@ -10,9 +10,11 @@ from graphtrain.config.schema.types import (
     LocalPath,
     NotNegative,
     NotNegativeFloat,
+    Plain,
     Positive,
     PositiveFloat,
 )
+from graphtrain.config.user_code import UserCode, is_user_code
 
 # concat: documents are concatenated and cut into sequences. best_fit: as many whole documents as
 # fit into each sequence. pad: one document in each sequence, padded.
@@ -34,18 +36,42 @@ class BlendPart:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Data:
-    """Datasets made by `graphtrain data prepare`, without their .bin and .idx."""
+    """Datasets made by `graphtrain data prepare`, without their .bin and .idx, or by your code."""
 
     train: LocalPath | Annotated[tuple[BlendPart, ...], Field(min_length=1)]  # dataset or blend
     validation: LocalPath | None = None  # validation dataset; unset: no evaluation
+    arguments: dict[str, Plain] | None = None  # arguments of datasets that are "file.py:name"
     packing: Packing | None = None  # unset: concat for text, best_fit or pad for conversations
     overlong: Literal["error", "truncate", "drop"] = "error"  # documents longer than seq_len
 
     def __post_init__(self) -> None:
+        if self.arguments is not None and not self.user_code:
+            raise ValueError('arguments are those of a dataset that is "file.py:name"')
         if isinstance(self.train, str):
             return
         if len({entry.weight is None for entry in self.train}) > 1:
             raise ValueError("the parts of a blend must all have a weight, or all have epochs")
+
+    def __hash__(self) -> int:
+        return hash(repr(self))  # dictionaries are not hashable
+
+    @property
+    def train_datasets(self) -> tuple[str, ...]:
+        """Return the training dataset, or those of a blend."""
+        if isinstance(self.train, str):
+            return (self.train,)
+        return tuple(part.dataset for part in self.train)
+
+    @property
+    def user_code(self) -> tuple[UserCode, ...]:
+        """Return the datasets that are code of the user."""
+        named = [("run.data.train", one) for one in self.train_datasets]
+        named += [("run.data.validation", self.validation)] if self.validation else []
+        return tuple(
+            UserCode(setting, "", reference)  # no entry points: their names look like paths
+            for setting, reference in named
+            if is_user_code(reference)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -68,6 +94,16 @@ class Watchdog:
 
     step_timeout: NotNegativeFloat = 60.0  # seconds, or 5 x the median step if longer; 0: off
     phase_timeout: NotNegativeFloat = 1800.0  # seconds of loading, restoring, first step, saving
+    join_timeout: PositiveFloat = 60.0  # seconds for all processes to start and join the run
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Samples:
+    """Continuations of prompts after each evaluation, in samples.jsonl of the run's directory."""
+
+    prompts: LocalPath  # file of prompts, as of graphtrain generate --prompts
+    tokens: Positive = 64  # maximum number of tokens of a continuation
+    temperature: NotNegativeFloat = 0.8  # divisor of the logits; 0: the most likely tokens
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -79,6 +115,7 @@ class Run:
     data: Data
     learning_rate: LearningRate = LearningRate()
     watchdog: Watchdog = Watchdog()
+    samples: Samples | None = None  # unset: none
     init_from: LocalPath | None = None  # initial weights: a converted folder or a run's directory
     init_adapter_from: LocalPath | None = None  # initial adapter: a PEFT folder; needs adapter
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of initial weights and of the data order

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from graphtrain.data.batches.sources import SourceDataset
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.shuffle import permutation
 from graphtrain.errors import DataError
@@ -60,7 +61,7 @@ class ConcatPacking:
 
     def __init__(
         self,
-        dataset: IndexedDataset,
+        dataset: IndexedDataset | SourceDataset,
         length: int,
         *,
         seed: int | None = None,

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from graphtrain.data.batches.concat_packing import Batch, check_tokens, empty_batch
+from graphtrain.data.batches.sources import SourceDataset, SourceMasks
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.loss_spans import LossSpans
 from graphtrain.errors import DataError
@@ -34,6 +35,7 @@ class DocumentPacking:
         pairs: Documents 2i and 2i + 1 are a preference pair.
         vocab: Vocabulary size of the model. None: token ids are not checked against it.
         isolate_documents: Isolate documents: batches contain segment ids.
+        length_name: Name of `length` in messages.
 
     Raises:
         DataError: documents are longer and `overlong` is "error", or no document can be used.
@@ -41,17 +43,18 @@ class DocumentPacking:
 
     def __init__(
         self,
-        dataset: IndexedDataset,
+        dataset: IndexedDataset | SourceDataset,
         length: int,
         *,
-        loss_spans: LossSpans | None,
+        loss_spans: LossSpans | SourceMasks | None,
         fit: bool,
         overlong: Overlong,
         pairs: bool = False,
         vocab: int | None = None,
         isolate_documents: bool = False,
+        length_name: str = "batch.seq_len",
     ) -> None:
-        self.dataset, self.length = dataset, length
+        self.dataset, self.length, self._length_name = dataset, length, length_name
         self.rows_per_index = 2 if pairs else 1  # batch rows per index
         self.identity = f"{'best_fit' if fit and not pairs else 'pad'}, overlong: {overlong}"
         self._learned, self._vocab, self._apart = loss_spans, vocab, isolate_documents
@@ -132,8 +135,8 @@ class DocumentPacking:
             self._report_overlong(overlong, is_overlong, is_usable, int(sizes.max()))
         if not is_usable.any():
             raise DataError(
-                f"{self.dataset.prefix}: no document can be used; increase batch.seq_len, or add "
-                "documents of at least 2 tokens"
+                f"{self.dataset.prefix}: no document can be used; increase {self._length_name}, or "
+                "add documents of at least 2 tokens"
             )
         return np.flatnonzero(is_usable)
 
@@ -142,13 +145,12 @@ class DocumentPacking:
     ) -> None:
         message = (
             f"{self.dataset.prefix}: {is_overlong.sum()} of {len(is_overlong)} documents are "
-            f"longer than batch.seq_len = {self.length} (the longest has {longest} tokens)"
+            f"longer than {self._length_name} = {self.length} (the longest has {longest} tokens)"
         )
         if overlong == "error":
             raise DataError(
                 f'{message}; set run.data.overlong to "truncate" to keep their beginning or to '
-                '"drop" to '
-                "leave them out, or increase batch.seq_len"
+                f'"drop" to leave them out, or increase {self._length_name}'
             )
         warnings.warn(
             f"{message}; {(is_overlong & is_usable).sum()} are cut, "

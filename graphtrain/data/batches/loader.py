@@ -10,6 +10,7 @@ from graphtrain.data.batches.blend import Blend, WeightedDataset, blend_counts
 from graphtrain.data.batches.concat_packing import Batch
 from graphtrain.data.batches.document_packing import Overlong
 from graphtrain.data.batches.rows import Packing, PackingSettings
+from graphtrain.data.batches.sources import NO_SOURCES, Sources
 from graphtrain.data.indexed.dataset import WHOLE_INDEX, IndexShare
 from graphtrain.errors import DataError
 from lowering.machine import startup
@@ -59,6 +60,7 @@ class Loader:
         pairs: Require (True) or refuse (False) preference pairs. None: accept both.
         rows: Rows of the global batch to read and to yield, ascending. None: all.
         index_share: Part of the index of each dataset that this process checks.
+        sources: Datasets of the user's code, by the reference that stands for a path prefix.
         start_step: Step of the first batch.
 
     Raises:
@@ -79,6 +81,7 @@ class Loader:
         pairs: bool | None = None,
         rows: np.ndarray | None = None,
         index_share: IndexShare = WHOLE_INDEX,
+        sources: Sources = NO_SOURCES,
         start_step: int = 0,
     ) -> None:
         is_single = isinstance(data, str | Path)
@@ -91,6 +94,7 @@ class Loader:
             overlong=overlong,
             index_share=index_share,
             preference_pairs=pairs,
+            sources=sources,
         )
         self._packings = [settings.open(prefix, seed) for prefix in prefixes]
         datasets = [packing.dataset for packing in self._packings]
@@ -218,6 +222,7 @@ def evaluation_batches(
     pairs: bool | None = None,
     rows: np.ndarray | None = None,
     index_share: IndexShare = WHOLE_INDEX,
+    sources: Sources = NO_SOURCES,
 ) -> Iterator[Batch]:
     """Return the batches of one pass over a dataset, unshuffled. The dataset is opened at once.
 
@@ -239,6 +244,7 @@ def evaluation_batches(
         overlong=overlong,
         index_share=index_share,
         preference_pairs=pairs,
+        sources=sources,
     )
     packed = settings.open(prefix)
     samples_per_batch = _samples_per_batch([packed], batch_size)

@@ -1,11 +1,12 @@
 """Choice of a packing: concatenated and cut, best-fit, or one padded document per row."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from graphtrain.data.batches.concat_packing import ConcatPacking
 from graphtrain.data.batches.document_packing import DocumentPacking, Overlong
+from graphtrain.data.batches.sources import SourceDataset, SourceMasks, Sources
 from graphtrain.data.indexed.dataset import WHOLE_INDEX, IndexedDataset, IndexShare
 from graphtrain.data.indexed.description import read_description
 from graphtrain.data.indexed.loss_spans import LossSpans
@@ -19,6 +20,7 @@ class PackingSettings:
     """Settings by which a dataset becomes rows of one length."""
 
     length: int
+    length_name: str = "batch.seq_len"  # in messages
     vocab: int | None = None
     isolate_documents: bool = False
     # None: "concat" for text; for conversations "best_fit" if isolated, else "pad".
@@ -26,6 +28,7 @@ class PackingSettings:
     overlong: Overlong = "error"
     index_share: IndexShare = WHOLE_INDEX  # part of the index that this process checks
     preference_pairs: bool | None = None  # require or refuse preference pairs; None: accept both
+    sources: Sources = field(default_factory=dict)  # datasets of the user's code
 
     def open(self, prefix: str | Path, seed: int | None = None) -> ConcatPacking | DocumentPacking:
         """Open a dataset as rows, shuffled by the seed; without a seed, in the order on disk.
@@ -33,13 +36,10 @@ class PackingSettings:
         Raises:
             DataError: the dataset cannot be used, or not with these settings.
         """
-        description = read_description(prefix)
-        # Without a description, Megatron-LM may have written the dataset.
-        dataset = IndexedDataset(
-            prefix, share=self.index_share, one_sequence_each=description is not None
+        is_source = str(prefix) in self.sources
+        dataset, masks, pairs = (
+            self._open_source(str(prefix)) if is_source else self._open_files(prefix)
         )
-        conversations = description.conversations if description else None
-        pairs = conversations is not None and conversations.pairs
         if self.preference_pairs is not None and pairs != self.preference_pairs:
             quantifier, kind = ("", "require") if pairs else ("no ", "are required by")
             raise DataError(
@@ -47,8 +47,8 @@ class PackingSettings:
                 'program.loss.kind = "dpo"; change this setting or the dataset '
                 "(docs/guides/instructions.md)"
             )
-        packing = self.packing or self._default_packing(conversations is not None)
-        if packing == "concat" and conversations is None:
+        packing = self.packing or self._default_packing(masks is not None)
+        if packing == "concat" and masks is None:
             return ConcatPacking(
                 dataset,
                 self.length,
@@ -59,19 +59,36 @@ class PackingSettings:
         if packing == "concat":
             raise DataError(
                 f'{prefix}: run.data.packing = "concat" supports only text, but this dataset '
-                "contains "
-                'conversations; set it to "best_fit" or "pad", or omit it'
+                'contains conversations; set it to "best_fit" or "pad", or omit it'
             )
         return DocumentPacking(
             dataset,
             self.length,
-            loss_spans=LossSpans(dataset, self.index_share) if conversations else None,
+            loss_spans=masks,
             fit=packing == "best_fit",
             overlong=self.overlong,
             pairs=pairs,
             vocab=self.vocab,
             isolate_documents=self.isolate_documents,
+            length_name=self.length_name,
         )
+
+    def _open_files(self, prefix: str | Path) -> tuple[IndexedDataset, LossSpans | None, bool]:
+        """Return the dataset of files, its loss mask, and whether it has preference pairs."""
+        description = read_description(prefix)
+        # Without a description, Megatron-LM may have written the dataset.
+        dataset = IndexedDataset(
+            prefix, share=self.index_share, one_sequence_each=description is not None
+        )
+        conversations = description.conversations if description else None
+        if conversations is None:
+            return dataset, None, False
+        return dataset, LossSpans(dataset, self.index_share), conversations.pairs
+
+    def _open_source(self, reference: str) -> tuple[SourceDataset, SourceMasks | None, bool]:
+        """Return the same of a dataset of the user's code, which has no preference pairs."""
+        dataset = SourceDataset(reference, self.sources[reference])
+        return dataset, SourceMasks(dataset) if dataset.has_mask else None, False
 
     def _default_packing(self, conversations: bool) -> Packing:
         if not conversations:

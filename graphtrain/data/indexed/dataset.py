@@ -8,7 +8,6 @@ indices, from 0 to the number of sequences (int64).
 Source: megatron/core/datasets/indexed_dataset.py of https://github.com/NVIDIA/Megatron-LM
 """
 
-import difflib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from graphtrain.errors import DataError
+from graphtrain.files import missing_dataset_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -90,7 +90,7 @@ class IndexedDataset:
         self._tokens_path, self._index_path = dataset_paths(prefix)
         for path in (self._tokens_path, self._index_path):
             if not path.is_file():
-                raise DataError(missing_file(self.prefix, path.suffix))
+                raise DataError(missing_dataset_file(self.prefix, path.suffix))
         self.dtype, sequences, boundaries = read_header(self._index_path)
         sizes, pointers, documents = self._read_index(sequences, boundaries)
         offsets = self._sequence_offsets(sizes, pointers)
@@ -220,26 +220,3 @@ def read_header(path: Path) -> tuple[np.dtype, int, int]:
         name = dtype.name if dtype else "unknown"
         raise DataError(f"{path}: byte 17: dtype code {code} ({name}) is not an integer dtype")
     return dtype, sequences, boundaries
-
-
-def missing_file(prefix: str, suffix: str) -> str:
-    """Return the message about a file of a dataset that does not exist, with what is there."""
-    if prefix.endswith((".bin", ".idx")):
-        hint = f"name the dataset without its suffix: {prefix[:-4]}"
-    elif names := sorted(path.stem for path in Path(prefix).glob("*.idx")):
-        names = [name for name in names if not name.endswith("_learned")]
-        return (
-            f"{prefix}: is a directory, not a dataset; it holds {', '.join(names)}: name one of "
-            f"them, for example {prefix.rstrip('/')}/{names[0]}"
-        )
-    elif Path(prefix).is_dir():
-        hint = f"{prefix} is a directory without datasets"
-    elif close := difflib.get_close_matches(prefix, _datasets_beside(prefix), n=1):
-        hint = f"did you mean {close[0]}?"
-    else:
-        hint = "prepare the dataset with: graphtrain data prepare"
-    return f"{prefix}{suffix}: no such file; {hint}"
-
-
-def _datasets_beside(prefix: str) -> list[str]:
-    return [str(index.with_suffix("")) for index in Path(prefix).parent.glob("*.idx")]

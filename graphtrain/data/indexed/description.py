@@ -13,8 +13,13 @@ from graphtrain.data.indexed.token_range import largest_token
 from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
-from graphtrain.files import atomic_write, content_digest, json_digest, validate
-from sharding_rules.documents import read_object
+from graphtrain.files import (
+    atomic_write,
+    content_digest,
+    json_digest,
+    read_digested_object,
+    validate,
+)
 
 _SUMMARY_TOKENS = 256  # tokens of the first document shown in a summary
 
@@ -96,17 +101,13 @@ def read_description(prefix: str | Path) -> DatasetDescription | None:
     """
     path = Path(f"{prefix}.json")
     try:
-        fields = read_object(path)
-        digest = fields.pop("digest", None)  # descriptions of earlier versions have none
-        if digest is not None and digest != json_digest(fields):
-            raise DataError(
-                f"{path}: is not as it was written: its digest differs; prepare the dataset again"
-            )
-        return validate(DatasetDescription, fields)
+        return validate(DatasetDescription, read_digested_object(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not the description of a dataset ({error})") from None
+        raise DataError(
+            f"{path}: not the description of a dataset ({error}); prepare the dataset again"
+        ) from None
 
 
 def without_prefix(dataset: IndexedDataset, prefix: tuple[int, ...]) -> np.ndarray:

@@ -71,6 +71,21 @@ class Template:
             return Rendered(text, [(0, len(text))])
         return Rendered(text, learned[-1:] if train_on == "last" else learned)
 
+    def render_prompt(self, conversation: Conversation) -> str:
+        """Render a conversation, up to where the answer of the model begins.
+
+        Raises:
+            DataError: the template fails.
+        """
+        try:
+            text = self._text(conversation, conversation.messages, ask=True)
+            text.encode()
+        except _TemplateError as error:
+            raise DataError(str(error)) from None
+        except UnicodeEncodeError as error:
+            raise DataError(f"not valid Unicode ({error.reason})") from None
+        return _strip_generation_marks(text)[0]
+
     def _answers(self, conversation: Conversation) -> tuple[str, dict[int, tuple[int, int]]]:
         """Return the text, and the span of each assistant message by message index."""
         answers = [
@@ -142,13 +157,14 @@ class Template:
             ) from None
 
 
-def find_template(word: str, tokenizer: Tokenizer) -> Template:
+def find_template(word: str, tokenizer: Tokenizer, option: str = "--template") -> Template:
     """Find a chat template.
 
     Args:
         word: Name of a built-in template, `own` for the template of the tokenizer, or the path of
             a .jinja file, a tokenizer_config.json or a folder with one of them.
         tokenizer: Provides the special tokens, and the template if `word` is `own`.
+        option: Option of the command that names a template, for error messages.
 
     Raises:
         DataError: there is no such template, or it is not valid Jinja.
@@ -158,7 +174,7 @@ def find_template(word: str, tokenizer: Tokenizer) -> Template:
         text = tokenizer.chat_template
         if text is None:
             raise DataError(
-                "the tokenizer has no chat template of its own; choose one with --template: "
+                f"the tokenizer has no chat template of its own; choose one with {option}: "
                 f"{', '.join(template_names())}, or a .jinja file"
             )
     elif word in template_names():
@@ -167,10 +183,10 @@ def find_template(word: str, tokenizer: Tokenizer) -> Template:
         text = _read_template(path)
     else:
         raise DataError(
-            f"--template {word}: unknown; choose own, {', '.join(template_names())}, or name a file"
+            f"{option} {word}: unknown; choose own, {', '.join(template_names())}, or name a file"
         )
     template = Template(word, text, {"bos_token": "", **tokenizer.special})
-    _check(template)
+    _check(template, option)
     return template
 
 
@@ -204,7 +220,7 @@ def _read_template(path: Path) -> str:
     return template
 
 
-def _check(template: Template) -> None:
+def _check(template: Template, option: str) -> None:
     _environment()  # raises if jinja2 is not installed
     from jinja2 import TemplateSyntaxError
 
@@ -212,18 +228,16 @@ def _check(template: Template) -> None:
 
     if len(template.text) > MAX_TEMPLATE_CHARACTERS:
         raise DataError(
-            f"--template {template.name[:200]}: longer than {MAX_TEMPLATE_CHARACTERS} characters, "
+            f"{option} {template.name[:200]}: longer than {MAX_TEMPLATE_CHARACTERS} characters, "
             "the limit"
         )
     try:
         _compiled(template.text)
     except TemplateSyntaxError as error:
-        raise DataError(
-            f"--template {template.name}: line {error.lineno}: {error.message}"
-        ) from None
+        raise DataError(f"{option} {template.name}: line {error.lineno}: {error.message}") from None
     except Exception as error:  # of Python, for templates that are nested too deeply
         raise DataError(
-            f"--template {template.name}: cannot be compiled ({type(error).__name__}: {error})"
+            f"{option} {template.name}: cannot be compiled ({type(error).__name__}: {error})"
         ) from None
 
 

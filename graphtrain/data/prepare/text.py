@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from filelock import FileLock
-
 from graphtrain.data.indexed.description import (
     ConversationSettings,
     DatasetDescription,
@@ -19,6 +17,7 @@ from graphtrain.data.indexed.description import (
 from graphtrain.data.indexed.verify import damage
 from graphtrain.data.prepare import manifest
 from graphtrain.data.prepare.encode import ChunkEncoder, TextEncoder, encode_chunks
+from graphtrain.data.prepare.output_lock import locked_output
 from graphtrain.data.prepare.progress import (
     PrepareProgress,
     read_progress,
@@ -218,7 +217,7 @@ class Preparation:
         """
         with self._disk_errors():
             self.directory.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.directory / ".lock"):
+            with locked_output(self.directory):
                 names = split_names(self._corpus)
                 up_to_date = manifest.is_up_to_date(self.directory, request)
                 if up_to_date and (damaged := self._damage(names)):

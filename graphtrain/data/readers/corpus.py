@@ -245,14 +245,20 @@ def _decoded(text: bytes, location: str) -> str:
         return text.decode().strip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{location}: byte {error.start} of this text is not UTF-8; convert the file to UTF-8"
+            f"{location}: byte {error.start} of this text is not UTF-8; convert the file to UTF-8, "
+            "or give another file if it is a binary one"
         ) from None
 
 
 def _parsed(line: bytes, keys: Sequence[str], location: str) -> dict[str, Any]:
     try:
-        document = json.loads(line)
-    except (ValueError, RecursionError) as error:  # ValueError includes invalid UTF-8
+        document = json.loads(line.decode("utf-8-sig"))  # of bytes, json would guess UTF-16
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{location}: byte {error.start} is not UTF-8 text, as of a binary file; give text "
+            "(.txt), or one JSON object in each line"
+        ) from None
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{location}: not JSON ({error}); each line must be one JSON object"
         ) from None

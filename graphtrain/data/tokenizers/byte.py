@@ -24,6 +24,7 @@ class ByteTokenizer:
     digest = "bytes"
     chat_template = None
     special: Mapping[str, str] = {"eos_token": "<|endoftext|>"}
+    special_texts = ("<|endoftext|>",)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -32,7 +33,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
-        eos_pattern = re.compile(re.escape(self.special["eos_token"]))
+        eos_pattern = re.compile(re.escape(*self.special_texts))
         return [
             encode_with_special_tokens(
                 text, eos_pattern, lambda _: self.eod, self._encode_with_offsets

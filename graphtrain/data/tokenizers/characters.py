@@ -36,6 +36,7 @@ class CharacterTokenizer:
     prefix = ()
     chat_template = None
     special: Mapping[str, str] = {"eos_token": "<|endoftext|>"}
+    special_texts = ("<|endoftext|>",)
 
     def __init__(self, content: bytes, name: str = f"tokenizer{SUFFIX}") -> None:
         self._content = content
@@ -64,7 +65,7 @@ class CharacterTokenizer:
         return [self._ids(text) for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
-        eos_pattern = re.compile(re.escape(self.special["eos_token"]))
+        eos_pattern = re.compile(re.escape(*self.special_texts))
         return [
             encode_with_special_tokens(
                 text, eos_pattern, lambda _: self.eod, self._encode_with_offsets

@@ -112,6 +112,11 @@ class HuggingFaceTokenizer:
         return special
 
     @property
+    def special_texts(self) -> Sequence[str]:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
+
+    @property
     def chat_template(self) -> str | None:
         template_file = self._companions.get(COMPANION_FILES[2])
         try:

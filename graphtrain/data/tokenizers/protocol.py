@@ -51,6 +51,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def special_texts(self) -> Sequence[str]:
+        """Texts that `encode_with_offsets` turns into special tokens."""
+        ...
+
+    @property
     def chat_template(self) -> str | None:
         """Jinja source of the tokenizer's own chat template, if it has one."""
         ...

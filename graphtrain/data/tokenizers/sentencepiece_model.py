@@ -121,12 +121,15 @@ class SentencePieceTokenizer:
             if token_id is not None and token_id >= 0
         }
 
+    @property
+    def special_texts(self) -> Sequence[str]:
+        """Control pieces, which sentencepiece never produces from text."""
+        control_ids = filter(self._processor.is_control, range(self.vocab))
+        return sorted(map(self._processor.id_to_piece, control_ids), key=len, reverse=True)
+
     @cached_property
     def _control_pieces(self) -> re.Pattern[str]:
-        """Pattern of the control pieces, which sentencepiece never produces from text."""
-        control_ids = filter(self._processor.is_control, range(self.vocab))
-        pieces = sorted(map(self._processor.id_to_piece, control_ids), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, pieces)) or "(?!)")
+        return re.compile("|".join(map(re.escape, self.special_texts)) or "(?!)")
 
     def _encode_with_offsets(self, text: str) -> TokensWithOffsets:
         from sentencepiece import sentencepiece_pb2

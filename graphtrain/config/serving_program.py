@@ -1,0 +1,104 @@
+"""The program that generates with the weights of another: its mesh, batch and dtype."""
+
+from dataclasses import replace
+from typing import Literal
+
+from graphtrain.config.resolve import ResolvedProgram, resolve
+from graphtrain.config.schema import (
+    Batch,
+    Loss,
+    Mesh,
+    Model,
+    Optimizer,
+    PipelineSettings,
+    Program,
+    Serve,
+    is_imported,
+)
+from sharding_rules.errors import ShardingError
+
+_INT8 = ("cpu", "cuda", "rocm", "tpu")  # platforms whose weights may be int8
+
+# Rules that split the positions of a sequence, of which decode has one.
+_SEQUENCE_RULES = ("sequence", "context", "ulysses")
+
+
+def serving_program(program: ResolvedProgram) -> ResolvedProgram:
+    """Return the program that generates with the weights of `program`, on as many devices.
+
+    The adapter of the run is merged into the weights. The devices of pipeline stages and of context
+    parallelism hold shards of the weights (fsdp): one token at a time keeps no pipeline busy.
+    Experts have no capacity, so that a sequence does not depend on those beside it.
+
+    Raises:
+        ShardingError: the rules cannot be applied, or the target has no products of int8.
+    """
+    if program.settings.serve.weights_dtype == "int8" and program.target.platform not in _INT8:
+        raise ShardingError(
+            f'serve.weights_dtype = "int8" is not supported for {program.settings.target}; '
+            'set it to "bfloat16"'
+        )
+    settings, serve = program.settings, program.settings.serve
+    sizes = dict(program.mesh.axes)
+    folded = [sizes.pop(axis, 1) for axis in ("stage", "context")]
+    sizes["fsdp"] = sizes.get("fsdp", 1) * folded[0] * folded[1]
+    rules = [name for name in settings.rules if name not in _SEQUENCE_RULES]
+    if max(folded) > 1 and "fsdp" not in rules:
+        rules.append("fsdp")
+    changed = replace(
+        settings,
+        model=_serving_model(program),
+        mesh=Mesh(**sizes),
+        rules=tuple(rules),
+        batch=Batch(global_batch_size=1, seq_len=context_of_serving(settings)),
+        optimizer=Optimizer(),
+        loss=Loss(),
+        pipeline=PipelineSettings(),
+        adapter=None,
+    )
+    resolved = resolve(changed)
+    shards = batch_shards(resolved)
+    slots = -(-max(serve.slots, serve.beams) // shards) * shards  # each beam is in a slot
+    # A model has no learned positions beyond the context.
+    prefill = tuple(dict.fromkeys(min(size, changed.batch.seq_len) for size in serve.prefill))
+    serve = replace(serve, slots=slots, prefill=prefill, weights_dtype=_weights_dtype(program))
+    return resolved.with_settings(replace(changed, serve=serve))
+
+
+def context_of_serving(program: Program) -> int:
+    """Return the number of tokens that a sequence may have when a program generates."""
+    return program.serve.context_length or program.batch.seq_len
+
+
+def without_adapters(program: ResolvedProgram) -> ResolvedProgram:
+    """Return a program that serves the base model alone."""
+    default = Serve()
+    serve = replace(
+        program.settings.serve,
+        total_adapter_rank=default.total_adapter_rank,
+        adapter_target_modules=default.adapter_target_modules,
+    )
+    return program.with_settings(replace(program.settings, serve=serve))
+
+
+def batch_shards(program: ResolvedProgram) -> int:
+    """Return over how many devices the sequences of a batch are divided."""
+    return program.mesh.size(program.rules.activations.get("batch", ()))
+
+
+def _weights_dtype(program: ResolvedProgram) -> Literal["float32", "bfloat16", "int8"]:
+    serve = program.settings.serve
+    if serve.weights_dtype != "auto":
+        return serve.weights_dtype
+    return program.model.dtype if serve.dtype == "auto" else serve.dtype
+
+
+def _serving_model(program: ResolvedProgram) -> Model:
+    """Return the model with the dtype of serving, and without what only training needs."""
+    model, dtype = program.model, program.settings.serve.dtype
+    if dtype == "auto":
+        dtype = "float32" if program.target.platform == "cpu" else model.dtype
+    model = replace(model, dtype=dtype)
+    if is_imported(model) or model.moe is None:
+        return model
+    return replace(model, moe=replace(model.moe, capacity_factor=None))

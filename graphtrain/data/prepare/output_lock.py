@@ -1,0 +1,40 @@
+"""Lock of an output directory, so that one process at a time prepares a dataset there.
+
+It is a lease, because not every file system has locks; see `lowering.machine.leases`.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lowering.machine import leases
+from lowering.machine.leases import DEFAULT_TIMING, Lease, LeaseTiming, end_process
+
+_LEASE = ".lease"
+
+
+@contextmanager
+def locked_output(directory: Path, pace: LeaseTiming = DEFAULT_TIMING) -> Iterator[None]:
+    """Hold the lock of a directory during the block, after waiting for another process.
+
+    Args:
+        directory: output directory, which exists.
+        pace: heartbeat interval and expiry of the lease.
+
+    Raises:
+        OSError: the lock cannot be created.
+    """
+    lease = Lease(
+        directory / _LEASE, pace, on_lost=lambda: end_process(directory, "prepares data in")
+    )
+    with leases.hold(lease, lambda owner: _say_wait(directory, owner)):
+        yield
+
+
+def _say_wait(directory: Path, owner: str) -> None:
+    warnings.warn(
+        f"waiting for another process that prepares data in {directory}: {owner}; choose another "
+        f"--output, or if it is not running, remove {directory / _LEASE}",
+        stacklevel=2,
+    )
