@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from graphtrain.compile.request_keys import GRAPHS
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.build import build_graph
+from graphtrain.graphs.names import TRAINING_GRAPHS
 from lowering.neuron import plugin
 from lowering.xla import backend as xla
 
@@ -22,7 +22,7 @@ def extract_graphs(program: ResolvedProgram, observe: Callable[[str, str], None]
         ShardingError: an array cannot be sharded.
     """
     placed_on = plugin.devices(program.target)
-    for name in GRAPHS:
+    for name in TRAINING_GRAPHS:
         graph = build_graph(program, name)
         lowered = xla.lower(graph, program.rules, program.mesh, program.target, placed_on)
         plugin.extract_program(lowered)

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.cache import Cache
-from graphtrain.cache.leases import Lease
 from graphtrain.cache.sizes import format_size
 from graphtrain.compile.forkserver import ForkServer, kill_worker, scratch_directory
 from graphtrain.compile.tasks import Limits, Observer, Task, TaskOutcome
 from graphtrain.errors import CacheError
 from lowering.machine import host
+from lowering.machine.leases import Lease
 
 # Deterministic failures, which are stored. Others, such as full disks and kills, may not recur.
 _DETERMINISTIC_ERRORS = ("OutOfMemory", "ShardingError")
@@ -139,7 +139,7 @@ class Pool:
         task = queued.task
         scratch = Path(tempfile.mkdtemp(dir=parent))
         process, receiver = self._server.start(
-            task.program, task.graph, task.request, self._cache.root, scratch
+            task.program, task.graph, task.request, task.configuration, self._cache.root, scratch
         )
         self._observe(
             task.label, "starting" if queued.attempt == 1 else f"attempt {queued.attempt}"

@@ -12,10 +12,9 @@ from typing import Any
 
 from graphtrain.cache.key import CacheKey
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.graphs.names import TRAINING_GRAPHS
 from graphtrain.graphs.open_model import open_language_model
 from lowering.machine.toolchain import Toolchain
-
-GRAPHS = ("init", "train", "evaluate")  # the graphs needed to train and evaluate
 
 _ROOT = Path(__file__).parents[2]
 # Sources executed by tracing and lowering; the CLI, the training loop and the cache do not affect
@@ -25,6 +24,7 @@ _SOURCES = (
     "graphtrain/config/hf_config.py",
     "graphtrain/config/resolve.py",
     "graphtrain/config/schema",
+    "graphtrain/config/serving_program.py",
     "graphtrain/config/user_code.py",
     "graphtrain/files.py",  # checks config.json
     "graphtrain/graphs",
@@ -41,7 +41,7 @@ def request_keys(
 
     Args:
         program: the program.
-        names: graphs to include; None for GRAPHS.
+        names: graphs to include, of `graphs.names.graphs_for`; None for TRAINING_GRAPHS.
 
     Raises:
         ImportedModelError: the configuration or module of a PyTorch model does not exist.
@@ -49,6 +49,7 @@ def request_keys(
     target, settings = program.target, dataclasses.asdict(program.settings)
     # The key contains what these settings refer to, not their names.
     del settings["target"], settings["rules"], settings["mesh"]
+    serve = settings.pop("serve")
     settings["model"] = open_language_model(program.model).key_ingredients()
     settings |= _user_code(program, settings)
     parts = {
@@ -59,7 +60,21 @@ def request_keys(
         "target": target.key_parts(),
         "toolchain": dataclasses.asdict(Toolchain.current(target.platform)),
     }
-    return {name: CacheKey.of(graph=name, **parts) for name in names or GRAPHS}
+    return {
+        name: CacheKey.of(
+            graph=name, **parts | {"program": settings | _serve_settings(name, serve)}
+        )
+        for name in names or TRAINING_GRAPHS
+    }
+
+
+def _serve_settings(name: str, serve: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of serving that a graph depends on."""
+    if name in TRAINING_GRAPHS:
+        return {}
+    if name == "decode_beams":
+        return {"serve": serve}
+    return {"serve": {key: value for key, value in serve.items() if key != "beams"}}
 
 
 def _user_code(program: ResolvedProgram, settings: Mapping[str, Any]) -> dict[str, Any]:

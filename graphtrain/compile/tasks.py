@@ -1,15 +1,16 @@
 """Compilation tasks, their limits and their outcomes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from os import uname
 from typing import Any, Literal
 
 from graphtrain.cache.key import CacheKey
+from graphtrain.compile.html import html_table
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.errors import GraphtrainError
-from graphtrain.html import html_table
+from graphtrain.graphs.names import Purpose, graphs_for
 from graphtrain.torch_xla.graphs import ExtractedGraph
 
 Observer = Callable[[str, str], None]  # called with the label of a task and its current stage
@@ -23,6 +24,7 @@ class Task:
     program: ResolvedProgram | ExtractedGraph  # a worker traces it with the rules of `request`
     graph: str
     request: CacheKey
+    configuration: str = ""  # as its user named it, for listings of the cache
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,26 @@ class CompilationFailed(GraphtrainError):
         self.report = report
 
 
-def tasks_of(programs: Mapping[str, ResolvedProgram]) -> list[Task]:
-    """Return the tasks of all graphs of programs; a single program's name is left out of labels."""
-    return [
-        Task(graph if len(programs) == 1 else f"{name} {graph}", program, graph, request)
-        for name, program in programs.items()
-        for graph, request in request_keys(program).items()
-    ]
+def run_tasks(programs: Mapping[str, ResolvedProgram], sampled: Collection[str]) -> list[Task]:
+    """Return the tasks of the graphs that runs need.
+
+    Args:
+        programs: Programs by name.
+        sampled: Names of those that run.samples continues prompts with.
+    """
+    of_samples = {name: program for name, program in programs.items() if name in sampled}
+    return tasks_of(programs) + tasks_of(of_samples, "batch")
+
+
+def tasks_of(programs: Mapping[str, ResolvedProgram], purpose: Purpose = "train") -> list[Task]:
+    """Return the tasks of the graphs that a purpose needs.
+
+    The name of a single program is left out of labels.
+    """
+    tasks = []
+    for name, program in programs.items():
+        needed, graphs = graphs_for(program, purpose)
+        for graph, request in request_keys(needed, graphs).items():
+            label = graph if len(programs) == 1 else f"{name} {graph}"
+            tasks.append(Task(label, needed, graph, request, name))
+    return tasks

@@ -23,6 +23,7 @@ from pathlib import Path
 import lowering
 from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
+from graphtrain.cache.stored_requests import Origin, current_user
 from graphtrain.compile.extracted_graphs import read_module
 from graphtrain.compile.front_end import check_model
 from graphtrain.compile.memory_check import with_largest_arrays
@@ -32,7 +33,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.errors import PlanError
 from graphtrain.graphs.build import build_graph
-from graphtrain.graphs.decode import TOKENS_PER_CALL
+from graphtrain.graphs.names import TRAINING_GRAPHS
 from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.torch_xla.graphs import ExtractedGraph
 from lowering.artifact import RECORD_VERSION, Artifact
@@ -54,6 +55,7 @@ def worker_main(
     program: ResolvedProgram | ExtractedGraph,
     name: str,
     request: CacheKey,
+    configuration: str,
     store: Path,
     scratch: Path,
     pipe: Connection,
@@ -68,6 +70,7 @@ def worker_main(
         program: the program, or graphs extracted from a torch-xla script.
         name: name of the graph.
         request: its request key.
+        configuration: name of the configuration, for listings of the cache.
         store: directory of the cache.
         scratch: temporary directory of this worker.
         pipe: connection to the pool.
@@ -78,7 +81,13 @@ def worker_main(
     with _output_to(scratch / "log.txt"):
         try:
             digest, compiled = compile_to_cache(
-                program, name, request, Cache(store), scratch, lambda s: pipe.send(("stage", s))
+                program,
+                name,
+                request,
+                configuration,
+                Cache(store),
+                scratch,
+                lambda stage: pipe.send(("stage", stage)),
             )
             pipe.send(("done", digest, compiled, _peak_bytes()))
         except BundleStored as stored:
@@ -97,6 +106,7 @@ def compile_to_cache(
     program: ResolvedProgram | ExtractedGraph,
     name: str,
     request: CacheKey,
+    configuration: str,
     cache: Cache,
     scratch: Path,
     say: Callable[[str], None],
@@ -110,6 +120,7 @@ def compile_to_cache(
         program: the program, or graphs extracted from a torch-xla script.
         name: name of the graph.
         request: its request key.
+        configuration: name of the configuration, for listings of the cache.
         cache: the cache.
         scratch: temporary directory, for the StableHLO.
         say: called with each stage.
@@ -118,7 +129,7 @@ def compile_to_cache(
         The digest of the program, and whether it was compiled now.
     """
     if isinstance(program, ResolvedProgram):
-        program = check_model(program, cache, say, generates=name in TOKENS_PER_CALL)
+        program = check_model(program, cache, say, generates=name not in TRAINING_GRAPHS)
     say("tracing")
     lowered = lower(program, name)
     if name == "train" and isinstance(program, ResolvedProgram) and sizes_unknown(program.settings):
@@ -134,7 +145,8 @@ def compile_to_cache(
             artifact = _compile(program, lowered, key, request, cache)
             say(f"storing after {time.perf_counter() - start_time:.1f} s")
             cache.put(key, artifact)
-        cache.record_request(request, key, graph=name)
+        origin = Origin(configuration, current_user())
+        cache.record_request(request, key, graph=name, origin=origin)
     return key.digest, new
 
 

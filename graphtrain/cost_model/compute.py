@@ -73,7 +73,7 @@ def flops_by_part(
             name,
             model=flops * _passes(program, name) * tokens,
             recomputed=recomputed.get(name, 0.0) * tokens,
-            replicated_over=(axes := _replicated_over(program, name)),
+            replicated_over=(axes := replicated_over(program, name)),
             replicas=program.mesh.size(axes),
             unneeded=unneeded if name == "MLP" else 1.0,
         )
@@ -149,7 +149,7 @@ def _passes(program: ResolvedProgram, name: Part) -> int:
     return passes + (program.loss.kind == "dpo")
 
 
-def _replicated_over(program: ResolvedProgram, name: Part) -> tuple[str, ...]:
+def replicated_over(program: ResolvedProgram, name: Part) -> tuple[str, ...]:
     """Return the mesh axes that split nothing of a part."""
     table = program.rules.activations
     splitting = {axis for array_axis in _DIVIDES[name] for axis in table.get(array_axis, ())}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.cost_model.weights import ShardedWeight
 from lowering.hlo.collectives import Collective
 from sharding_rules.axes import MESH_AXES
 from sharding_rules.mesh import MeshShape
@@ -45,3 +46,19 @@ def activation_dtype(program: ResolvedProgram) -> tuple[int, str]:
 def recomputes(program: ResolvedProgram) -> bool:
     """Return whether the backward pass computes parts of the forward pass again."""
     return program.model.remat != "none"
+
+
+def gathered_axes(weight: ShardedWeight) -> tuple[str, ...]:
+    """Return the mesh axes over which a stored weight is gathered for use."""
+    return tuple(axis for axis in weight.stored if axis not in (*weight.in_use, "stage"))
+
+
+def layers_per_device(program: ResolvedProgram, weight: ShardedWeight) -> int:
+    """Return the number of layers that a device holds; 1 for a weight outside of the layers."""
+    stages = program.mesh.axes.get("stage", 1)
+    return weight.spec.shape[0] // stages if weight.in_layers else 1
+
+
+def is_tied(program: ResolvedProgram, weight: ShardedWeight) -> bool:
+    """Return whether the weight is an embedding that is also the LM head."""
+    return program.model.tie_word_embeddings and weight.path == "embedding/tokens"

@@ -49,15 +49,16 @@ def step_time(
     if compute is not None:
         counted = expected_excess(program, flash=flash) if excess is None else excess
         compute *= max(1.0, counted) / efficiency
-    communication = _communication(collectives, mesh, target)
+    communication = communication_seconds(collectives, mesh, target)
     hideable = sum(
         seconds or 0.0
         for axes, seconds in communication.items()
         if set(axes.split("+")) <= OVERLAPPED_AXES
     )
     exposed = sum(seconds or 0.0 for seconds in communication.values()) - hideable
-    # Without a known compute time, what is known of the bubble: else a pipeline would look free.
-    idle = ((compute or 0.0) + exposed) * bubble / (1 - bubble)
+    # Collectives are counted in the bubble's ticks too. Without a known compute time, their share
+    # is what is known of the bubble: else a pipeline would look free.
+    idle = (exposed if compute is None else compute) * bubble / (1 - bubble)
     return StepTime(
         compute=compute,
         memory=_seconds_of_memory(program, memory),
@@ -109,7 +110,7 @@ def _seconds_of_memory(program: ResolvedProgram, memory: Memory) -> float | None
     return (state + weights + passing) / bandwidth
 
 
-def _communication(
+def communication_seconds(
     collectives: Iterable[Collective], mesh: MeshShape, target: Target
 ) -> dict[str, float | None]:
     """Return the seconds of communication by mesh axes; None where the bandwidth is unknown."""

@@ -89,7 +89,7 @@ def _shard_frozen_weights(program: ResolvedProgram) -> tuple[ShardedWeight, ...]
             stored=_axes(layouts[0]),
             gradient=(),
             optimizer=(),
-            in_use=_axes_in_use(arrays[path], rules, mesh),
+            in_use=axes_in_use(arrays[path], rules, mesh),
             parameter_bytes=sum(_bytes(layout, mesh) for layout in layouts),
             moment_bytes=0,
             frozen=True,
@@ -124,13 +124,14 @@ def _shard_weight(path: str, spec: ArraySpec, program: ResolvedProgram) -> Shard
         stored=_axes(layout),
         gradient=_axes(gradient),
         optimizer=_axes(moments[0]),
-        in_use=_axes_in_use(spec, rules, mesh),
+        in_use=axes_in_use(spec, rules, mesh),
         parameter_bytes=_bytes(layout, mesh),
         moment_bytes=sum(_bytes(moment, mesh) for moment in moments),
     )
 
 
-def _axes_in_use(spec: ArraySpec, rules: Rules, mesh: MeshShape) -> tuple[str, ...]:
+def axes_in_use(spec: ArraySpec, rules: Rules, mesh: MeshShape) -> tuple[str, ...]:
+    """Return the mesh axes that shard a weight in matrix products."""
     sharding_axes = {name for axis in spec.axes if axis for name in rules.activations.get(axis, ())}
     return tuple(name for name in MESH_AXES if name in sharding_axes and mesh.axes.get(name, 1) > 1)
 

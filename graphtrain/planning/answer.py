@@ -18,6 +18,7 @@ from graphtrain.planning.collective_origins import CollectiveOrigin, explain_col
 from graphtrain.planning.ledger import ErrorBar
 from graphtrain.planning.parameters import ParameterCount, count_parameters
 from graphtrain.planning.remedies import Remedy, WithOverrides, find_remedies
+from graphtrain.planning.tables import printed_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,15 +62,7 @@ class Answer:
         return f"<Answer: {fit_summary(self.assessment)}>"
 
     def __str__(self) -> str:
-        import io
-
-        from rich.console import Console
-
-        text = io.StringIO()
-        # Rich would show a notebook's output by itself, and color it.
-        console = Console(file=text, width=160, force_jupyter=False, no_color=True, markup=False)
-        self.print(console)
-        return text.getvalue()
+        return printed_text(self.print)
 
     def print(self, console: Console) -> None:
         """Print the output of the command on a console of rich."""

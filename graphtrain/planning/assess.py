@@ -90,7 +90,7 @@ def estimate(program: ResolvedProgram, plan: Plan | None = None) -> Assessment:
 
 def _train_task(name: str, program: ResolvedProgram) -> Any:
     (task,) = (task for task in tasks_of({name: program}) if task.graph == "train")
-    return replace(task, label=f"{name} train".strip())
+    return replace(task, label=f"{name} train".strip(), configuration="")
 
 
 def _from_outcome(

@@ -1,12 +1,25 @@
-"""Placement tables of a plan: one row for each array, for a terminal and as JSON."""
+"""Tables of plans: of columns, and with one row for each array, for a terminal and as JSON."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from sharding_rules.plan import Plan
+
+
+def printed_text(print_on: "Callable[[Console], None]") -> str:
+    """Return as text without colors what a function prints on a console of rich."""
+    import io
+
+    from rich.console import Console
+
+    text = io.StringIO()
+    # Rich would show a notebook's output by itself, and color it.
+    print_on(Console(file=text, width=160, force_jupyter=False, no_color=True, markup=False))
+    return text.getvalue()
 
 
 def plan_table(plan: "Plan", paths: Collection[str]) -> "Table":
@@ -43,3 +56,19 @@ def plan_as_json(plan: "Plan") -> list[dict[str, Any]]:
         }
         for path, layout in plan.layouts.items()
     ]
+
+
+def empty_table(*columns: str) -> "Table":
+    """Return an empty table without borders; columns with the prefix ">" are right-aligned."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        justify = "right" if name.startswith(">") else "left"
+        table.add_column(name.removeprefix(">"), justify=justify, no_wrap=True)
+    return table
+
+
+def megabytes(count: float) -> str:
+    """Format bytes as megabytes; fewer than are shown are not 0."""
+    return "<0.1" if 0 < count < 5e4 else f"{count / 1e6:,.1f}"

@@ -6,12 +6,12 @@ from fnmatch import fnmatch
 from html import escape
 from typing import TYPE_CHECKING
 
-from graphtrain.html import html_from_rich
+from graphtrain.compile.html import html_from_rich
 from graphtrain.models.grouped_matmul_support import step_computes_all_experts
 from graphtrain.planning.collective_origins import significant, unexplained
 from graphtrain.planning.formats import format_seconds, format_share
 from graphtrain.planning.memory_parts import memory_sources
-from graphtrain.planning.tables import plan_table
+from graphtrain.planning.tables import empty_table, megabytes, plan_table
 from graphtrain.planning.traffic_by_axes import sum_by_axes
 from lowering.machine import gpu_memory
 from sharding_rules.errors import ShardingError
@@ -156,10 +156,10 @@ def fit_summary(assessment: "Assessment") -> str:
     if memory.compiler_out_of_memory:
         return f"does not fit {assessment.target}: the compiler found no way to fit it"
     source = "compiler" if memory.source == "compiler" else "estimate"
-    share = f"peak {_megabytes(memory.peak)} of {_megabytes(memory.capacity)} MB (source: {source})"
+    share = f"peak {megabytes(memory.peak)} of {megabytes(memory.capacity)} MB (source: {source})"
     if memory.fits:
         return f"fits {assessment.target}: {share}"
-    excess_megabytes = _megabytes(memory.peak - memory.capacity)
+    excess_megabytes = megabytes(memory.peak - memory.capacity)
     return f"does not fit {assessment.target}: {share}, {excess_megabytes} MB too much"
 
 
@@ -190,18 +190,20 @@ def assessment_as_html(
 
 def remedies_table(remedies: "Sequence[Remedy]") -> "Table":
     """Return the table of changes that would fit, cheapest first."""
-    table = _table("changes that would fit", ">peak MB", ">step s", ">device-seconds", "source")
+    table = empty_table(
+        "changes that would fit", ">peak MB", ">step s", ">device-seconds", "source"
+    )
     for remedy in remedies:
         peak, total = remedy.assessment.memory.peak, remedy.assessment.time.total
         change = " ".join(f"--set {shlex.quote(one)}" for one in remedy.change)
-        figures = _megabytes(peak), format_seconds(total), format_seconds(remedy.device_seconds)
+        figures = megabytes(peak), format_seconds(total), format_seconds(remedy.device_seconds)
         table.add_row(change, *figures, "compiler" if remedy.confirmed else "estimate")
     return table
 
 
 def targets_table(rows: "Sequence[TargetRow]") -> "Table":
     """Return the table that compares targets, one row for each."""
-    table = _table(
+    table = empty_table(
         "target",
         "mesh",
         "source",
@@ -219,8 +221,8 @@ def targets_table(rows: "Sequence[TargetRow]") -> "Table":
             continue
         memory, compile_seconds = assessment.memory, assessment.compile_seconds
         sizes = (
-            _megabytes(memory.peak),
-            _megabytes(memory.capacity),
+            megabytes(memory.peak),
+            megabytes(memory.capacity),
             _at_least(assessment),
             format_share(assessment.mfu),
         )
@@ -232,7 +234,7 @@ def targets_table(rows: "Sequence[TargetRow]") -> "Table":
 
 def changes_table(changes: "Sequence[PlanChange]") -> "Table":
     """Return the table of differences, with values before and after."""
-    table = _table("kind", "what", ">before", ">after", ">after/before")
+    table = empty_table("kind", "what", ">before", ">after", ">after/before")
     for change in changes:
         values = (_value(value, change.unit) for value in (change.before, change.after))
         ratio = "" if change.ratio is None else f"{change.ratio:.3g}"
@@ -244,38 +246,40 @@ def _value(value: str | float | None, unit: str) -> str:
     if value is None or isinstance(value, str):
         return value or "-"
     if unit == "bytes":
-        return f"{_megabytes(value)} MB"
+        return f"{megabytes(value)} MB"
     return f"{value:,}" if unit == "a step" else f"{format_seconds(value)} {unit}".strip()
 
 
 def memory_table(memory: "Memory", target: "Target") -> "Table":
     """Return the table of one device's memory by kind, with the source of each number."""
-    table = _table("memory per device", ">MB", ">of usable", "source")
+    table = empty_table("memory per device", ">MB", ">of usable", "source")
     for kind, source in memory_sources(memory).items():
         size = getattr(memory, kind)
         if kind == "frozen" and not size:
             continue  # there are no frozen weights
-        table.add_row(kind, _megabytes(size), f"{size / memory.capacity:.1%}", source)
+        table.add_row(kind, megabytes(size), f"{size / memory.capacity:.1%}", source)
     source = "this machine" if target.platform == "cpu" else "datasheet"
     if memory.capacity < target.memory_bytes:
         share = f"{memory.capacity / target.memory_bytes:.0%} of the device"
-        table.add_row("usable", _megabytes(memory.capacity), "", f"{share}: {gpu_memory.VARIABLE}")
-    table.add_row("device", _megabytes(target.memory_bytes), "", source)
+        table.add_row("usable", megabytes(memory.capacity), "", f"{share}: {gpu_memory.VARIABLE}")
+    table.add_row("device", megabytes(target.memory_bytes), "", source)
     return table
 
 
 def collectives_table(assessment: "Assessment") -> "Table":
     """Return the table of a device's traffic in a step, by mesh axes and operation."""
-    table = _table("mesh axes", "collective", ">per step", ">MB unsharded", ">MB sent", "source")
+    table = empty_table(
+        "mesh axes", "collective", ">per step", ">MB unsharded", ">MB sent", "source"
+    )
     for row in sum_by_axes(assessment.collectives):
-        counts = f"{row.count:,}", _megabytes(row.bytes), _megabytes(row.wire_bytes)
+        counts = f"{row.count:,}", megabytes(row.bytes), megabytes(row.wire_bytes)
         table.add_row(row.axes, row.op, *counts, assessment.collectives_source)
     return table
 
 
 def time_table(assessment: "Assessment") -> "Table":
     """Return the table of a step's time by roofline; the larger of compute and memory counts."""
-    table, time = _table("step time", ">seconds", "source"), assessment.time
+    table, time = empty_table("step time", ">seconds", "source"), assessment.time
     counted = "estimate" if assessment.flops_excess is None else "estimate, FLOPs: compiler"
     memory_counts = time.memory is not None and time.memory > (time.compute or 0.0)
     for name, source in (("compute", counted), ("memory", "estimate")):
@@ -293,7 +297,8 @@ def time_table(assessment: "Assessment") -> "Table":
         table.add_row(f"communication over {axes}", format_seconds(seconds), source)
     if time.overlapped:
         table.add_row("overlapped with compute", f"-{format_seconds(time.overlapped)}", "estimate")
-    table.add_row("pipeline bubble", format_seconds(time.bubble), "estimate")
+    if time.bubble:
+        table.add_row("pipeline bubble", format_seconds(time.bubble), "estimate")
     bound = "" if time.is_complete or time.total is None else "lower bound: "
     table.add_row("step", format_seconds(time.total), f"{bound}estimate")
     if assessment.mfu is not None:  # of an incomplete time it would mean nothing
@@ -303,21 +308,6 @@ def time_table(assessment: "Assessment") -> "Table":
         causal = format_share(assessment.mfu_causal)
         table.add_row("MFU, causal attention counted half", causal, "estimate")
     return table
-
-
-def _table(*columns: str) -> "Table":
-    """Return an empty table without borders; columns with the prefix ">" are right-aligned."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in columns:
-        justify = "right" if name.startswith(">") else "left"
-        table.add_column(name.removeprefix(">"), justify=justify, no_wrap=True)
-    return table
-
-
-def _megabytes(count: float) -> str:
-    return f"{count / 1e6:,.1f}"
 
 
 def _at_least(assessment: "Assessment") -> str:

@@ -107,7 +107,7 @@ function figures() {
   const share = (plan.memory.peak_bytes / plan.memory.capacity_bytes) * 100;
   const all = [
     ["peak memory per device", megabytes(plan.memory.peak_bytes), plan.memory.source],
-    ["of the usable memory", share < 0.1 ? "under 0.1 %" : `${number(share)} %`, plan.memory.source],
+    ["of the usable memory", share < 0.1 ? "under\u00a00.1\u00a0%" : `${number(share)} %`, plan.memory.source],
     ["sent per device and step", megabytes(sent), plan.sources.collectives],
     ["step time" + (plan.step_seconds_is_lower_bound ? ", at least" : ""), seconds(plan.step_seconds), "estimate"],
     ["parameters", plan.parameter_count.toLocaleString("en-US"), "rules"],

@@ -1,0 +1,53 @@
+"""Number of times that one device runs each part of a training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.cost_model.predicted_collective import recomputes
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Forward passes of one device in a step.
+
+    A pipeline has more of its layers than microbatches x layers: in the bubble, stages compute
+    zeros and send them. Each stage embeds as many microbatches as the others, all at once, and
+    computes their losses one after the other, or with 1f1b a share of every microbatch's positions.
+    """
+
+    layers: int  # passes of a layer
+    embeddings: int  # passes of the embedding
+    embedded: float  # microbatches in each
+    heads: int  # passes of the LM head and the loss
+    scored: float  # microbatches in each
+    ticks: int = 0  # of a pipeline, in one direction; 0 without
+    recomputes_stage: bool = False  # the backward pass begins with a forward pass of the stage
+    recomputes_layers: bool = False  # that pass includes the output of each layer
+    recomputes_head: bool = False
+
+    @classmethod
+    def of(cls, program: ResolvedProgram) -> Passes:
+        """Return the passes of a program."""
+        stages, microbatches = program.stages, program.batch.microbatches
+        if stages is None:
+            layers = program.model.layers * microbatches
+            return cls(layers, microbatches, 1, microbatches, 1)
+        at_once = program.pipeline.schedule == "1f1b"
+        if at_once:
+            ticks = microbatches + 2 * (stages.stages - 1)
+        else:
+            ticks = microbatches * stages.rounds + stages.stages - 1
+        again = at_once or recomputes(program)
+        return cls(
+            layers=ticks * stages.rows_per_chunk,
+            embeddings=1,
+            embedded=microbatches / stages.stages,
+            heads=ticks if at_once else microbatches // stages.stages,
+            scored=1 / stages.stages if at_once else 1,
+            ticks=ticks,
+            recomputes_stage=again,
+            recomputes_layers=again and stages.rows_per_chunk > 1,
+            recomputes_head=not at_once,
+        )
