@@ -17,55 +17,74 @@ from typing import TYPE_CHECKING, Any
 # First: importing a module of this folder would bind the name `compile` to the folder, later.
 import graphtrain.compile  # noqa: F401
 from graphtrain.api.configuration import load_config
+from graphtrain.api.evaluation import evaluate_tasks
+from graphtrain.api.generation import generate, generate_batch
 from graphtrain.api.programs import compile, plan
-from graphtrain.api.runs import evaluate, generate, metrics, train
+from graphtrain.api.runs import evaluate, metrics, train
+from graphtrain.api.serving import chat, serve
 
 if TYPE_CHECKING:
     from graphtrain import errors
     from graphtrain.compile.tasks import CompilationFailed, CompilationReport
     from graphtrain.config.schema import Config
     from graphtrain.planning.answer import Answer
+    from graphtrain.planning.serving import ServingAnswer
+    from graphtrain.run.batch_generation import Continuation
     from graphtrain.run.callbacks import Callback
     from graphtrain.run.evaluate import Evaluation
+    from graphtrain.run.evaluation.task_results import TaskResults
     from graphtrain.run.events import RunStart, RunSummary
     from graphtrain.run.generate import Generation
     from graphtrain.run.metric_columns import Metrics
+    from graphtrain.run.serving.chat_session import ChatSession
     from sharding_rules.errors import UserError
 
 # Types of arguments and results, by the module that is imported when one is named.
 _TYPES = {
     "Answer": "graphtrain.planning.answer",
     "Callback": "graphtrain.run.callbacks",
+    "ChatSession": "graphtrain.run.serving.chat_session",
     "CompilationFailed": "graphtrain.compile.tasks",
     "CompilationReport": "graphtrain.compile.tasks",
     "Config": "graphtrain.config.schema",
+    "Continuation": "graphtrain.run.batch_generation",
     "Evaluation": "graphtrain.run.evaluate",
     "Generation": "graphtrain.run.generate",
     "Metrics": "graphtrain.run.metric_columns",
     "RunStart": "graphtrain.run.events",
     "RunSummary": "graphtrain.run.events",
+    "ServingAnswer": "graphtrain.planning.serving",
+    "TaskResults": "graphtrain.run.evaluation.task_results",
     "UserError": "sharding_rules.errors",
 }
 
 __all__ = [
     "Answer",
     "Callback",
+    "ChatSession",
     "CompilationFailed",
     "CompilationReport",
     "Config",
+    "Continuation",
     "Evaluation",
     "Generation",
     "Metrics",
     "RunStart",
     "RunSummary",
+    "ServingAnswer",
+    "TaskResults",
     "UserError",
+    "chat",
     "compile",
     "errors",
     "evaluate",
+    "evaluate_tasks",
     "generate",
+    "generate_batch",
     "load_config",
     "metrics",
     "plan",
+    "serve",
     "train",
 ]
 

@@ -7,7 +7,7 @@ EXIT_STATUSES = {
     "0": "success",
     "1": "a defect in graphtrain, with a traceback",
     "2": "an error that you can fix: the message says what is wrong, where, and what to do",
-    "3": "`graphtrain run` found no compiled program: compile first, or pass --compile",
+    "3": "`run`, `serve`, `chat` or `evaluate` found no compiled program: compile first",
     "4": "the step does not fit in the memory of a device (`plan`), or no strategy fits (`search`)",
     "5": "the plan differs from its lock (`plan check`)",
     "75": "a rank was lost or hung: start the run again, and it resumes from its checkpoint",
@@ -23,10 +23,6 @@ class GraphtrainError(UserError):
 
 class ConfigError(GraphtrainError):
     """A configuration file or a --set value is wrong."""
-
-
-class OutputExists(GraphtrainError):
-    """A file that a command would write exists already, with other content."""
 
 
 class DataError(GraphtrainError):

@@ -5,25 +5,27 @@ entries, has its own functions (`graphtrain.cache.writing`): their temporary fil
 that tell whose they are, so that leftovers can be collected.
 """
 
-import errno
+import difflib
 import hashlib
 import json
 import os
-import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from graphtrain.errors import OutputExists, TrainingError, WeightsError
-from sharding_rules.documents import DocumentError
+from sharding_rules.documents import DocumentError, read_object
+from sharding_rules.errors import UserError
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
 _T = TypeVar("_T")
+
+
+class OutputExists(UserError):
+    """A file that a command would write exists already, with other content."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -94,63 +96,27 @@ def output_exists(path: Path | str) -> OutputExists:
     )
 
 
-@contextmanager
-def create_directory(destination: Path) -> Iterator[Path]:
-    """Yield a temporary folder, and rename it to `destination` if the block succeeds.
-
-    Raises:
-        WeightsError: `destination` exists and is not an empty directory, or writing fails.
-    """
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise WeightsError(f"{destination} exists already; remove it or choose another name")
-    unfinished = destination.with_name(f".{destination.name}.unfinished")
-    try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        if destination.exists():
-            destination.rmdir()
-        unfinished.rename(destination)
-    except OSError as error:
-        raise WeightsError(f"{destination} cannot be written: {error}") from error
-    finally:
-        _remove_directory(unfinished)
+def missing_dataset_file(prefix: str, suffix: str) -> str:
+    """Return the message about a file of a dataset that does not exist, with what is there."""
+    if prefix.endswith((".bin", ".idx")):
+        hint = f"name the dataset without its suffix: {prefix[:-4]}"
+    elif names := sorted(path.stem for path in Path(prefix).glob("*.idx")):
+        names = [name for name in names if not name.endswith("_learned")]
+        return (
+            f"{prefix}: is a directory, not a dataset; it holds {', '.join(names)}: name one of "
+            f"them, for example {prefix.rstrip('/')}/{names[0]}"
+        )
+    elif Path(prefix).is_dir():
+        hint = f"{prefix} is a directory without datasets"
+    elif close := difflib.get_close_matches(prefix, _datasets_beside(prefix), n=1):
+        hint = f"did you mean {close[0]}?"
+    else:
+        hint = "prepare the dataset with: graphtrain data prepare"
+    return f"{prefix}{suffix}: no such file; {hint}"
 
 
-def _remove_directory(directory: Path) -> None:
-    """Remove a directory, with retries: after an error TensorStore still completes writes."""
-    for _ in range(20):
-        if not directory.exists():
-            return
-        shutil.rmtree(directory, ignore_errors=True)
-        time.sleep(0.1)
-
-
-@contextmanager
-def write_errors(directory: Path) -> Iterator[None]:
-    """Convert an OSError on writing to a run directory to a TrainingError with a remedy.
-
-    Raises:
-        TrainingError: the block raised an OSError.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise TrainingError(
-            f"{directory} cannot be written ({error.strerror or error}); {_write_remedy(error)}set "
-            "run.directory to another path"
-        ) from error
-
-
-def _write_remedy(error: OSError) -> str:
-    """Return what to do where a file cannot be written, as the beginning of "..., or ..."."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free space there, or "
-    if error.errno in (errno.EEXIST, errno.ENOTDIR) and error.filename:
-        path = Path(error.filename)
-        in_the_way = next((one for one in (path, *path.parents) if one.is_file()), path)
-        return f"remove the file {in_the_way}, or "
-    return ""
+def _datasets_beside(prefix: str) -> list[str]:
+    return [str(index.with_suffix("")) for index in Path(prefix).parent.glob("*.idx")]
 
 
 def content_digest(path: Path) -> str:
@@ -162,6 +128,22 @@ def content_digest(path: Path) -> str:
 def json_digest(value: Any) -> str:
     """Return the SHA-256 digest of a JSON value, in the form that JSON gives back."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def read_digested_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object that contains a digest of itself, "digest"; return the rest.
+
+    Files of earlier versions contain none.
+
+    Raises:
+        OSError: the file cannot be opened or read.
+        DocumentError: it is not a JSON object, or differs from its digest.
+    """
+    fields = read_object(path)
+    digest = fields.pop("digest", None)
+    if digest is not None and digest != json_digest(fields):
+        raise DocumentError("it is not as it was written: its digest differs")
+    return fields
 
 
 def validate(schema: type[_T], value: Any) -> _T:

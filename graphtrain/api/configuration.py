@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphtrain.api.checks.checked import CheckedConfig
+    from graphtrain.api.checks.purpose import Purpose
     from graphtrain.cache import Cache
     from graphtrain.config.schema import Config
     from graphtrain.run.events import RunSummary
 
     # Path of a file or of the directory of a run; TOML, a string of several lines; tables as a
-    # dict; a loaded configuration; or the summary of a run.
-    Source = str | os.PathLike[str] | Mapping[str, Any] | Config | RunSummary
+    # dict; a loaded configuration; or the summary of a run. Commands pass one that they checked.
+    Source = str | os.PathLike[str] | Mapping[str, Any] | Config | RunSummary | CheckedConfig
 
 Settings = Sequence[str] | Mapping[str, Any]  # "section.name=value", or values by name
 
@@ -43,6 +45,35 @@ def load_config(source: Source, *, set: Settings = (), target: str | None = None
     from graphtrain.config.load import load_config as load
 
     return load(_as_file(source), overrides_of(set), target)
+
+
+def checked_config(
+    source: Source,
+    purpose: Purpose,
+    *,
+    set: Settings = (),
+    target: str | None = None,
+    allow_change: Sequence[str] = (),
+    rank: int = 0,
+) -> CheckedConfig:
+    """Load a configuration and check it for a purpose, unless its command has done so.
+
+    Raises:
+        ConfigError: one line for each problem.
+    """
+    from graphtrain.api.checks.checked import CheckedConfig, check_config
+
+    if isinstance(source, CheckedConfig):
+        assert source.purpose.covers(purpose) and not set and target is None
+        return source
+    return check_config(
+        _as_file(source),
+        purpose,
+        overrides=overrides_of(set),
+        target=target,
+        allowed_changes=allow_change,
+        rank=rank,
+    )
 
 
 def overrides_of(settings: Settings) -> list[str]:

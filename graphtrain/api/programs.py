@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
+from graphtrain.api.checks.purpose import COMPILE, PLAN
 from graphtrain.api.configuration import (
     Observer,
     Settings,
-    load_config,
+    checked_config,
     log,
     name_of,
     observe_nothing,
     open_cache,
-    overrides_of,
 )
 
 if TYPE_CHECKING:
+    from graphtrain.api.checks.checked import CheckedConfig
     from graphtrain.api.configuration import Source
     from graphtrain.compile.tasks import CompilationReport
     from graphtrain.config.resolve import ResolvedProgram
     from graphtrain.config.schema import Config
+    from graphtrain.graphs.names import Purpose, ServingPurpose
     from graphtrain.planning.answer import Answer
+    from graphtrain.planning.serving import ServingAnswer
 
 
+@overload
 def plan(
     config: Source,
     *,
@@ -33,32 +37,64 @@ def plan(
     cache: str | os.PathLike[str] | None = None,
     compile: bool = True,
     confirm: bool = True,
+    purpose: Literal["train"] = "train",
     observe: Observer = observe_nothing,
-) -> Answer:
-    """Return the memory, communication and time of each device for the training step.
+) -> Answer: ...
+@overload
+def plan(
+    config: Source,
+    *,
+    target: str | None = None,
+    set: Settings = (),
+    cache: str | os.PathLike[str] | None = None,
+    compile: bool = True,
+    confirm: bool = True,
+    purpose: ServingPurpose,
+    observe: Observer = observe_nothing,
+) -> ServingAnswer: ...
+def plan(
+    config: Source,
+    *,
+    target: str | None = None,
+    set: Settings = (),
+    cache: str | os.PathLike[str] | None = None,
+    compile: bool = True,
+    confirm: bool = True,
+    purpose: Purpose = "train",
+    observe: Observer = observe_nothing,
+) -> Answer | ServingAnswer:
+    """Return the memory, communication and time of each device.
 
     Args:
         config: A configuration, in any form that load_config accepts.
         target: Machine to compile for, in place of program.target.
         set: Settings to change.
         cache: Directory of compiled programs; None for $GRAPHTRAIN_CACHE, else ./cache.
-        compile: Whether to compile the step, in place of estimates.
-        confirm: Whether to compile the changes that would make a step fit that does not.
+        compile: Whether to compile the programs, in place of estimates.
+        confirm: Whether to compile the changes that would make a step fit that does not, or the
+            program that needs most with the largest number of slots.
+        purpose: "train", one training step; or "generate" one sequence, a "batch" of many,
+            "evaluate" tasks, or "serve".
         observe: Called with the progress of compilations.
 
     Raises:
         UserError: the configuration is wrong, or the rules cannot split an array.
     """
     from graphtrain.config.resolve import resolve
+
+    checked = checked_config(config, PLAN, set=set, target=target)
+    program, store = resolve(checked.config.program), open_cache(cache)
+    if purpose != "train":
+        from graphtrain.planning.serving import answer_serving
+
+        return answer_serving(
+            program, purpose, store, compile=compile, confirm=confirm, observe=observe
+        )
     from graphtrain.planning.answer import answer
 
     def vary(change: Sequence[str]) -> ResolvedProgram:
-        named_target = [f"program.target={target}"] if target else []
-        changed = [*overrides_of(set), *named_target, *change]
-        return resolve(load_config(config, set=changed).program)
+        return resolve(checked.vary(change).program)
 
-    program = resolve(load_config(config, set=set, target=target).program)
-    store = open_cache(cache)
     return answer(program, vary, store, compile=compile, confirm=confirm, observe=observe)
 
 
@@ -72,6 +108,7 @@ def compile(
     timeout: float | None = None,
     retries: int = 1,
     retry_failed: bool = False,
+    purpose: Purpose = "train",
     observe: Observer = observe_nothing,
 ) -> CompilationReport:
     """Compile every graph of runs into the cache, in worker processes.
@@ -86,6 +123,8 @@ def compile(
         timeout: Seconds after which the compilation of a graph is stopped.
         retries: Number of further attempts after a compiler process is killed.
         retry_failed: Whether to compile graphs again that this compiler rejected before.
+        purpose: "train" (and evaluate), "generate" one sequence, "batch" for generate_batch,
+            "evaluate" for evaluate_tasks, or "serve".
         observe: Called with the progress of compilations.
 
     Raises:
@@ -93,15 +132,14 @@ def compile(
         UserError: a configuration is wrong.
     """
     report = compile_report(
-        configs,
-        target=target,
-        set=set,
+        [checked_config(config, COMPILE, set=set, target=target) for config in configs],
         cache=cache,
         jobs=jobs,
         memory=memory,
         timeout=timeout,
         retries=retries,
         retry_failed=retry_failed,
+        purpose=purpose,
         observe=observe,
     )
     report.raise_if_failed()
@@ -109,35 +147,33 @@ def compile(
 
 
 def compile_report(
-    configs: Sequence[Source],
+    configs: Sequence[CheckedConfig],
     *,
-    target: str | None,
-    set: Settings,
     cache: str | os.PathLike[str] | None,
     jobs: int | None,
     memory: int | None,
     timeout: float | None,
     retries: int,
     retry_failed: bool,
+    purpose: Purpose,
     observe: Observer,
     log: Callable[[str], None] = log,
 ) -> CompilationReport:
     """Compile as compile() does; graphs that failed are in the report."""
     from graphtrain.compile.driver import compile_tasks
-    from graphtrain.compile.shared_cache import pull_programs
-    from graphtrain.compile.tasks import Limits, tasks_of
+    from graphtrain.compile.shared_cache import pull_requests
+    from graphtrain.compile.tasks import Limits, run_tasks, tasks_of
     from graphtrain.config.resolve import resolve
 
-    programs = {
-        name: resolve(load_config(config, set=set, target=target).program)
-        for name, config in _named(configs).items()
-    }
+    named = {name: checked.config for name, checked in _named(configs).items()}
+    programs = {name: resolve(config.program) for name, config in named.items()}
+    sampled = {name for name, config in named.items() if config.run.samples is not None}
     store = open_cache(cache)
-    pull_programs(store, programs.values(), log)
+    is_run = purpose == "train"
+    tasks = run_tasks(programs, sampled) if is_run else tasks_of(programs, purpose)
+    pull_requests(store, [task.request for task in tasks], log)
     limits = Limits(jobs, memory, timeout, retries)
-    return compile_tasks(
-        tasks_of(programs), store, limits, retry_failed=retry_failed, observe=observe
-    )
+    return compile_tasks(tasks, store, limits, retry_failed=retry_failed, observe=observe)
 
 
 def compile_missing(
@@ -154,22 +190,22 @@ def compile_missing(
         CompilationFailed: a graph failed, or its compiler is not installed.
     """
     from graphtrain.compile.driver import compile_tasks
-    from graphtrain.compile.shared_cache import pull_programs
-    from graphtrain.compile.tasks import tasks_of
+    from graphtrain.compile.shared_cache import pull_requests
+    from graphtrain.compile.tasks import run_tasks
     from graphtrain.config.resolve import resolve
 
-    program, store = resolve(config.program), open_cache(cache)
-    pull_programs(store, [program], log)
-    tasks = tasks_of({name: program})
+    store = open_cache(cache)
+    tasks = run_tasks({name: resolve(config.program)}, {name} if config.run.samples else ())
+    pull_requests(store, [task.request for task in tasks], log)
     missing = [task.label for task in tasks if not store.contains(task.request)]
     if missing:
         log(f"compiling missing graphs: {', '.join(missing)}")
         compile_tasks(tasks, store, observe=observe).raise_if_failed(or_bundled=True)
 
 
-def _named(configs: Sequence[Source]) -> dict[str, Source]:
+def _named(configs: Sequence[CheckedConfig]) -> dict[str, CheckedConfig]:
     """Return configurations by a name that no other has."""
-    names = [name_of(config) for config in configs]
+    names = [name_of(config.source) for config in configs]
     return {
         name if names.count(name) == 1 else f"{name} {index}": config
         for index, (name, config) in enumerate(zip(names, configs, strict=True), 1)

@@ -1,4 +1,4 @@
-"""Train, evaluate, generate, and read the metrics of a run."""
+"""Train, evaluate, and read the metrics of a run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from graphtrain.api.checks.purpose import evaluation_purpose, run_purpose
 from graphtrain.api.configuration import (
-    Observer,
     Settings,
+    checked_config,
     load_config,
     log,
-    observe_nothing,
     open_cache,
 )
 from graphtrain.api.programs import compile_missing
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from graphtrain.run.callbacks import Callback
     from graphtrain.run.evaluate import Evaluation
     from graphtrain.run.events import RunSummary
-    from graphtrain.run.generate import Generation
     from graphtrain.run.metric_columns import Metrics
 
 _COMPILE = "graphtrain.compile(...) with the same configuration"
@@ -69,19 +68,29 @@ def train(
         CallbackError: a callback raised an exception.
         UserError: something else that the user can change; its text says what.
     """
-    from graphtrain.compile.shared_cache import pull_programs
+    from graphtrain.compile.shared_cache import pull_requests
+    from graphtrain.compile.tasks import run_tasks
     from graphtrain.config.resolve import resolve
+    from graphtrain.run.processes import expected_rank, join_run
 
-    settings = load_config(config, set=set, target=target)
+    checked = checked_config(
+        config,
+        run_purpose(fresh=fresh, compiles=compile),
+        set=set,
+        target=target,
+        allow_change=allow_change,
+        rank=expected_rank(coordinator, processes, rank),
+    )
+    settings = checked.config
     program, store = resolve(settings.program), open_cache(cache)
     if compile:
         compile_missing(settings, cache=cache, log=log)
     else:
-        pull_programs(store, [program], log)
-    from graphtrain.run.processes import join_run
+        tasks = run_tasks({"run": program}, ("run",) if settings.run.samples else ())
+        pull_requests(store, [task.request for task in tasks], log)
     from graphtrain.run.train import train as train_program
 
-    join_run(program.target, coordinator, processes, rank)
+    join_run(program.target, settings.run.watchdog, coordinator, processes, rank)
     return train_program(
         program,
         settings.run,
@@ -131,11 +140,13 @@ def evaluate(
     from graphtrain.checkpoints.checkpoint import named_step
     from graphtrain.config.resolve import resolve
     from graphtrain.run.evaluate import bigram_loss, checkpoint_loss
-    from graphtrain.run.processes import is_rank_zero, join_run
+    from graphtrain.run.processes import expected_rank, is_rank_zero, join_run
 
-    settings = load_config(run, set=set, target=target)
+    purpose = evaluation_purpose(bigram=bigram)
+    known = expected_rank(coordinator, processes, rank)
+    settings = checked_config(run, purpose, set=set, target=target, rank=known).config
     program = resolve(settings.program)
-    join_run(program.target, coordinator, processes, rank)
+    join_run(program.target, settings.run.watchdog, coordinator, processes, rank)
     chosen = named_step(Path(settings.run.directory) / "checkpoints", step)
     result = checkpoint_loss(
         program, settings.run, open_cache(cache), compile_hint=compile_hint, step=chosen
@@ -143,70 +154,6 @@ def evaluate(
     if bigram and is_rank_zero():
         return replace(result, bigram_loss=bigram_loss(settings))
     return result
-
-
-def generate(
-    run: Source,
-    prompt: str,
-    *,
-    max_tokens: int = 64,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    bos: bool | None = None,
-    step: StepName = "last",
-    target: str | None = None,
-    set: Settings = (),
-    cache: str | os.PathLike[str] | None = None,
-    observe: Observer = observe_nothing,
-) -> Generation:
-    """Generate text that continues a prompt, with the weights of a run.
-
-    The prefill and decode graphs are compiled into the cache on first use.
-
-    Args:
-        run: Directory or summary of a run, or its configuration in any form.
-        prompt: Text to continue.
-        max_tokens: Maximum number of tokens to generate.
-        temperature: Divisor of the logits; 0 always chooses the most likely token.
-        top_k: Sample only from this many most likely tokens.
-        top_p: Sample only from the fewest most likely tokens with this total probability.
-        seed: Seed of the sampling.
-        bos: Whether the prompt begins with the beginning-of-sequence token; None: as the training
-            documents do.
-        step: Step of the checkpoint, "last", or "best", that of the lowest validation loss.
-        target: Machine to run on, in place of program.target.
-        set: Settings to change.
-        cache: Directory of compiled programs; None for $GRAPHTRAIN_CACHE, else ./cache.
-        observe: Called with the progress of compilations.
-
-    Raises:
-        UserError: something that the user can change; its text says what.
-    """
-    from graphtrain.checkpoints.checkpoint import named_step
-    from graphtrain.config.resolve import resolve
-    from graphtrain.run.generate import Generation, Generator, Sampling, encode_prompt
-    from graphtrain.run.prompt import prompt_prefix, run_tokenizer
-
-    settings = load_config(run, set=set, target=target)
-    tokenizer = run_tokenizer(settings)
-    prefix = prompt_prefix(settings, tokenizer, bos)
-    prompt_tokens = encode_prompt(tokenizer, prompt, prefix)
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    program = resolve(settings.program)
-    chosen = named_step(Path(settings.run.directory) / "checkpoints", step)
-    generator = Generator(program, settings.run, open_cache(cache), observe, chosen)
-    tokens: list[int] = []
-    is_complete = False
-    for token in generator.tokens(prompt_tokens, max_tokens, sampling, tokenizer.vocab):
-        if token == tokenizer.eod:
-            is_complete = True
-            break
-        tokens.append(token)
-    text = tokenizer.decode([*prompt_tokens[len(prefix) :], *tokens])
-    ids = tuple(prompt_tokens), tuple(tokens)
-    return Generation(text, *ids, is_complete, generator.context_length)
 
 
 def metrics(run: Source) -> Metrics:

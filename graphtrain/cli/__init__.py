@@ -23,12 +23,13 @@ from lowering.machine.extras import is_optional, missing_extra
 
 _COMMAND_HELP = {
     "cache": "List, explain, verify, share and remove compiled programs.",
+    "chat": "Chat with a run in the terminal.",
     "compile": "Compile every graph of a run into the cache, in parallel.",
     "config": "Check or show a configuration; print the reference of settings.",
     "convert": "Convert weights from and to other formats; reshard checkpoints.",
     "data": "Tokenize text and conversations for training; inspect datasets.",
     "doctor": "Report what this machine can compile for and run on.",
-    "evaluate": "Measure the validation loss of a checkpoint.",
+    "evaluate": "Measure the validation loss of a checkpoint, or evaluate it on tasks.",
     "extract": "Compile the graphs of a torch-xla script, without training.",
     "generate": "Generate text that continues a prompt.",
     "init": "Start a project: prepare data and write a configuration for it.",
@@ -36,6 +37,7 @@ _COMMAND_HELP = {
     "neuron": "Compile, inspect and clean caches and bundles for AWS Neuron.",
     "plan": "Show the memory, communication and time of each device.",
     "run": "Train from compiled programs, without tracing or compiling.",
+    "serve": "Serve a run over HTTP, with OpenAI's interface.",
 }
 
 
@@ -123,7 +125,7 @@ def _exit(status: int) -> NoReturn:
     if _is_multi_process():
         sys.stdout.flush()
         sys.stderr.flush()
-        sys.modules["lowering.xla.distributed"].wait_for_failed_ranks()
+        sys.modules["lowering.xla.distributed"].wait_for_failed_ranks(status)
         os._exit(status)
     sys.exit(status)
 

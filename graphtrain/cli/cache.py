@@ -1,20 +1,22 @@
 """`graphtrain cache`: list, show, verify, explain, share and remove compiled programs."""
 
 import json
-import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from graphtrain.cache import Cache, CacheEntry, Explanation
+from graphtrain.cache.configurations import StoredConfiguration, group_by_configuration
+from graphtrain.cache.descriptions import describe_settings
 from graphtrain.cache.key import CacheKey
 from graphtrain.cache.sizes import format_size
+from graphtrain.cli.cache_page import program_page, utc_minute
 from graphtrain.cli.cache_sharing import exchange, exchange_options, key, verify_option
 from graphtrain.cli.options import (
+    FiniteRange,
     Size,
     config_argument,
     json_option,
@@ -28,6 +30,8 @@ from graphtrain.errors import CacheError
 
 _DIGITS = 12  # shown of a digest in a table
 _LINES = 20  # differences shown in one explanation
+_NAME_WIDTH = 16  # of the names in `cache show`
+_HEADER = ("  program", "graph", "target", "created", "last used", "size", "")
 
 _store = make_cache_option(Cache, must_exist=True)
 _new_store = make_cache_option(Cache)  # which the command may create
@@ -42,16 +46,18 @@ def command() -> None:
 @_store
 @json_option
 def ls(cache: Cache, as_json: bool) -> None:
-    """List the stored programs, most recently used first. Times are in UTC."""
+    """List the stored programs by configuration, most recently used first. Times are in UTC.
+
+    Above the programs of a configuration stand its name, as the command that compiled it was given
+    it, and the sizes of its model and batch; then whatever tells it from another one.
+    """
     entries = cache.list()
     pinned = cache.pinned()
     if as_json:
-        listed = [asdict(entry) | {"pinned": entry.program in pinned} for entry in entries]
-        _print_json(listed)
+        _print_json([_entry_facts(entry, entry.program in pinned) for entry in entries])
         return
-    rows = [(*_row(entry), "pinned" if entry.program in pinned else "") for entry in entries]
-    if rows:
-        _print_columns([("program", "graph", "target", "created", "last used", "size", ""), *rows])
+    if entries:
+        _print_groups(group_by_configuration(entries), pinned)
     total = format_size(sum(entry.nbytes for entry in entries))
     say(f"{len(entries)} programs, {total}, in {cache.root}")
 
@@ -61,15 +67,18 @@ def ls(cache: Cache, as_json: bool) -> None:
 @_store
 @json_option
 def show(digest_prefix: str, cache: Cache, as_json: bool) -> None:
-    """Show the stored record of a program.
+    """Show what a program was compiled from, when and by whom, its sizes and its versions.
 
-    DIGEST_PREFIX is the start of the digest of the program, or of a request that it answers.
+    DIGEST_PREFIX is the start of the digest of the program, or of a request that it answers. --json
+    prints the stored record, with every array.
     """
     facts = cache.describe(digest_prefix)
     if as_json:
         _print_json(facts)
         return
-    Console().print_json(json.dumps(facts), ensure_ascii=True)
+    (entry,) = (one for one in cache.list() if one.program == facts["program"])
+    for name, value in program_page(facts, entry, pinned=entry.program in cache.pinned()):
+        click.echo(f"{name:<{_NAME_WIDTH}}{_one_line(value)}".rstrip())
 
 
 @command.command("verify")
@@ -164,7 +173,7 @@ def _requests(config: Path, target: str | None, overrides: Sequence[str]) -> dic
 )
 @click.option(
     "--max-age-days",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="Remove programs not used for this many days, and records of failures that are older. "
     "[default: no limit]",
 )
@@ -179,12 +188,14 @@ def _requests(config: Path, target: str | None, overrides: Sequence[str]) -> dic
     metavar="DIGEST",
     help="Digest of a program that is not removed. May be repeated.",
 )
+@click.option("--dry-run", is_flag=True, help="Report what would be removed, and remove nothing.")
 def gc(
     cache: Cache,
     max_size: int | None,
     max_age_days: float | None,
     other_toolchains: bool,
     keep: tuple[str, ...],
+    dry_run: bool,
 ) -> None:
     """Remove leftovers, and programs beyond the given limits, least recently used first.
 
@@ -197,16 +208,18 @@ def gc(
         max_age_days=max_age_days,
         other_toolchains=other_toolchains,
         keep=kept_programs,
+        dry_run=dry_run,
     )
+    verb = "would remove" if dry_run else "removed"
     for entry in result.removed:
-        line = f"removed {entry.program[:_DIGITS]} {entry.graph} {format_size(entry.nbytes)}"
+        line = f"{verb} {entry.program[:_DIGITS]} {entry.graph} {format_size(entry.nbytes)}"
         click.echo(printable(line))
     for entry in result.leased:
         say(f"in use, not removed: {entry.program[:_DIGITS]} {entry.graph}")
     freed, remaining = format_size(result.removed_bytes), format_size(result.remaining_bytes)
     say(
-        f"removed {len(result.removed)} programs ({freed}) and {result.leftovers} leftovers; "
-        f"{remaining} remain in {cache.root}"
+        f"{verb} {len(result.removed)} programs ({freed}) and {result.leftovers} leftovers; "
+        f"{remaining} {'would ' if dry_run else ''}remain in {cache.root}"
     )
 
 
@@ -226,10 +239,24 @@ def unpin(digest_prefix: str, cache: Cache) -> None:
     click.echo(f"unpinned {cache.unpin(digest_prefix)[:_DIGITS]}")
 
 
-def _row(entry: CacheEntry) -> tuple[str, ...]:
-    last_used = time.strftime("%Y-%m-%d %H:%M", time.gmtime(entry.last_used))
-    program, day = entry.program[:_DIGITS], entry.created[:10]
-    return program, entry.graph, entry.target, day, last_used, format_size(entry.nbytes)
+def _entry_facts(entry: CacheEntry, pinned: bool) -> dict[str, Any]:
+    facts = asdict(entry) | asdict(entry.origin) | {"pinned": pinned}
+    del facts["origin"]
+    return facts | {"settings": asdict(describe_settings(entry.settings))}
+
+
+def _row(entry: CacheEntry, pinned: bool) -> tuple[str, ...]:
+    size, program = format_size(entry.nbytes), f"  {entry.program[:_DIGITS]}"
+    used = utc_minute(entry.last_used)
+    return program, entry.graph, entry.target, entry.created[:10], used, size, "pinned" * pinned
+
+
+def _print_groups(groups: Iterable[StoredConfiguration], pinned: Collection[str]) -> None:
+    """Print the programs of each configuration below a line that describes it."""
+    lines: list[str | tuple[str, ...]] = [_HEADER]
+    for group in groups:
+        lines += [str(group), *(_row(one, one.program in pinned) for one in group.entries)]
+    _print_columns(lines)
 
 
 def _print_explanation(explanation: Explanation) -> None:
@@ -240,15 +267,17 @@ def _print_explanation(explanation: Explanation) -> None:
         click.echo(f"  and {len(explanation.lines) - _LINES} more")
 
 
-def _print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns. A rich table of thousands of rows would take seconds."""
-    rows = [[_one_line(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-    click.echo("\n".join(lines))
+def _print_columns(lines: Sequence[str | tuple[str, ...]]) -> None:
+    """Print rows in aligned columns, and lines. A rich table of thousands would take seconds."""
+    safe = [_one_line(one) if isinstance(one, str) else tuple(map(_one_line, one)) for one in lines]
+    columns = zip(*(row for row in safe if not isinstance(row, str)), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    click.echo("\n".join(one if isinstance(one, str) else _aligned(one, widths) for one in safe))
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+    return "  ".join(cells).rstrip()
 
 
 def _one_line(text: str) -> str:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from graphtrain.api.checks.purpose import COMPILE
 from graphtrain.cli.checked import check
 from graphtrain.cli.export_note import say_export_obstacle
 from graphtrain.cli.options import (
     ConfigPath,
+    FiniteRange,
     LocalPath,
     Size,
     cache_option,
@@ -27,6 +29,7 @@ from graphtrain.cli.terminal import say
 if TYPE_CHECKING:
     from graphtrain.compile.tasks import CompilationReport, Observer, TaskOutcome
     from graphtrain.config import Program
+    from graphtrain.graphs.names import Purpose
 
 
 def compile_limit_options(command: Callable) -> Callable:
@@ -53,7 +56,7 @@ def compile_limit_options(command: Callable) -> Callable:
         ),
         click.option(
             "--timeout",
-            type=click.FloatRange(min=0, min_open=True),
+            type=FiniteRange(min=0, min_open=True),
             help="Seconds after which the compilation of a graph is stopped. [default: no limit]",
         ),
         click.option(
@@ -79,6 +82,15 @@ def compile_limit_options(command: Callable) -> Callable:
 @overrides_option
 @cache_option
 @compile_limit_options
+@click.option(
+    "--for",
+    "purpose",
+    type=click.Choice(("train", "generate", "batch", "evaluate", "serve")),
+    default="train",
+    show_default=True,
+    help="What the graphs are for: train and evaluate, generate one sequence, generate a batch "
+    "(--prompts), evaluate --tasks, or serve.",
+)
 @json_option
 def command(
     configs: Sequence[Path],
@@ -91,6 +103,7 @@ def command(
     timeout: float | None,
     retry_failed: bool,
     report: Path | None,
+    purpose: "Purpose",
     as_json: bool,
 ) -> None:
     """Compile every graph of the runs in CONFIGS into the cache. No accelerator is needed.
@@ -99,22 +112,20 @@ def command(
     installed on this machine, graphs for Neuron are written as bundles, which
     graphtrain neuron finish compiles on a machine that has it.
     """
-    for path in configs:
-        check(path, overrides, target, "COMPILE", outputs={"--report": report})
+    outputs = {"--report": report}
+    checked = [check(path, overrides, target, COMPILE, outputs=outputs) for path in configs]
     from graphtrain.api.programs import compile_report
-    from graphtrain.config import load_config
 
     with progress() as observe:
         result = compile_report(
-            configs,
-            target=target,
-            set=overrides,
+            checked,
             cache=cache,
             jobs=jobs,
             memory=memory,
             timeout=timeout,
             retries=retries,
             retry_failed=retry_failed,
+            purpose=purpose,
             observe=observe,
             log=say,
         )
@@ -123,7 +134,7 @@ def command(
         click.echo(json.dumps(result.as_json()))
     else:
         print_report(result)
-        programs = {path: load_config(path, overrides, target).program for path in configs}
+        programs = {path: one.config.program for path, one in zip(configs, checked, strict=True)}
         for path, program in programs.items():
             _print_parameters(f"{path}: " if len(programs) > 1 else "", program, cache)
         if not result.count("failed"):
@@ -150,20 +161,32 @@ def _print_parameters(label: str, program: "Program", cache: Path) -> None:
 
 
 @contextmanager
-def progress() -> Iterator["Observer"]:
-    """Show a live line for each graph on a terminal; elsewhere print a line for each change."""
+def progress(*, is_main: bool = True) -> Iterator["Observer"]:
+    """Show a live line for each graph on a terminal; elsewhere print a line for each change.
+
+    Args:
+        is_main: whether compiling is what the command is for. Otherwise cached graphs are not
+            shown, one line says that a graph is compiled, and on a terminal no line remains.
+    """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda label, stage: say(f"{label}: {stage}")
+        yield (
+            lambda label, stage: (
+                say(f"{label}: {stage}") if is_main or stage == "compiling" else None
+            )
+        )
         return
     columns = SpinnerColumn(), TextColumn("{task.fields[label]:<24}{task.description}")
-    with Progress(*columns, TimeElapsedColumn(), console=console) as display:
+    columns = (*columns, TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=not is_main) as display:
         rows = {}
 
         def observe(label: str, stage: str) -> None:
+            if not is_main and stage == "cached":
+                return
             if label not in rows:
                 rows[label] = display.add_task(stage, total=1, label=label)
             ended = stage in ("cached", "compiled", "bundled", "failed")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from graphtrain.api.checks.purpose import CHECK, SHOW
 from graphtrain.cli.checked import check
 from graphtrain.cli.export_note import say_export_obstacle
 from graphtrain.cli.options import config_argument, json_option, overrides_option, target_option
@@ -28,7 +29,7 @@ def check_config(config: Path, overrides: tuple[str, ...], target: str | None) -
     of the same run; and that the run directory can be written. Nothing is compiled. Exits with 2 if
     there is a problem.
     """
-    check(config, overrides, target, "CHECK")
+    check(config, overrides, target, CHECK)
     click.echo(f"{config}: no problem found")
 
 
@@ -45,10 +46,9 @@ def show(config: Path, overrides: tuple[str, ...], target: str | None, as_json: 
     """
     from dataclasses import asdict
 
-    from graphtrain.config import load_config, render
+    from graphtrain.config import render
 
-    check(config, overrides, target, "SHOW")
-    loaded = load_config(config, overrides, target)
+    loaded = check(config, overrides, target, SHOW).config
     click.echo(
         json.dumps(asdict(loaded), indent=2) if as_json else render(loaded, with_choices=True),
         nl=as_json,

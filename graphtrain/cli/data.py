@@ -10,13 +10,13 @@ from typing import Any
 
 import click
 
-from graphtrain.cli.options import LocalPath
+from graphtrain.cli.options import FiniteRange, LocalPath
 from graphtrain.cli.terminal import say
 from graphtrain.cli.usage import Group
 from graphtrain.files import counted
 
 _PATH = LocalPath()
-_FRACTION = click.FloatRange(0, 1, max_open=True)
+_FRACTION = FiniteRange(0, 1, max_open=True)
 
 
 @click.group("data", cls=Group)
@@ -113,7 +113,7 @@ _replace_option = click.option(
 @click.argument("output", type=_PATH)
 @click.option(
     "--megabytes",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=8.0,
     show_default=True,
     help="Maximum size of the corpus, in MB.",
@@ -416,6 +416,42 @@ def inspect(prefix: str, as_json: bool) -> None:
         return
     for name, value in facts.items():
         click.echo(f"{name}: {value}")
+
+
+@command.command()
+@click.argument("directory", type=_PATH)
+@click.argument("names", nargs=-1, required=True, metavar="TASKS...")
+@click.option(
+    "--script",
+    is_flag=True,
+    help="Print a program of Python that fills DIRECTORY on a connected machine.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def tasks(directory: Path, names: tuple[str, ...], script: bool, as_json: bool) -> None:
+    """Check the data of tasks of lm-eval in DIRECTORY: files, fields, rows and digests.
+
+    TASKS are names of tasks, groups and tags of lm-eval, or YAML files of tasks. Exits with 2 if a
+    task cannot be evaluated on what is there.
+    """
+    from lowering.machine.extras import optional_import
+
+    with optional_import("graphtrain data tasks"):
+        from graphtrain.run.evaluation.task_directory import check_directory, fill_script
+
+    if script:
+        click.echo(fill_script(names, directory), nl=False)
+        return
+    reports = check_directory(names, directory)
+    if as_json:
+        click.echo(json.dumps([vars(report) for report in reports]))
+    for report in () if as_json else reports:
+        for split, file in report.files.items():
+            rows, digest = counted(file["rows"], "row"), file["sha256"][:16]
+            click.echo(f"{report.task} {split}: {rows}, {digest}, {file['file']}")
+        if report.problem is not None:
+            say(f"error: {report.problem}")
+    if any(report.problem is not None for report in reports):
+        sys.exit(2)
 
 
 @contextmanager

@@ -1,16 +1,20 @@
-"""graphtrain evaluate: measure the validation loss of a checkpoint."""
+"""graphtrain evaluate: measure the validation loss of a checkpoint, or evaluate it on tasks."""
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from graphtrain.api.checks.purpose import SERVE, evaluation_purpose
 from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
+    LocalPath,
     cache_option,
+    chat_template_option,
     compile_hint,
     config_argument,
     json_option,
@@ -18,14 +22,75 @@ from graphtrain.cli.options import (
     process_options,
     step_option,
     target_option,
+    write_file,
 )
+from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
     from graphtrain.checkpoints.checkpoint import StepName
 
+_TASK_OPTIONS = (
+    "data", "limit", "fewshot", "samples", "report", "apply_chat_template", "chat_template",
+    "allow_code", "bos",
+)  # fmt: skip
+_LOSS_OPTIONS = ("bigram", "coordinator", "count", "rank")
+
+
+def task_options(command: Callable) -> Callable:
+    """Add the options of an evaluation on tasks."""
+    options = (
+        click.option(
+            "--tasks",
+            metavar="NAMES",
+            help="Evaluate on these tasks of lm-eval, separated by commas: tasks, groups, tags, or "
+            "YAML files of tasks.",
+        ),
+        click.option(
+            "--data",
+            type=LocalPath(exists=True, file_okay=False),
+            metavar="DIR",
+            help="Directory of the tasks' data: DIR/TASK/SPLIT.jsonl or .parquet.",
+        ),
+        click.option("--limit", type=click.IntRange(1), help="Number of rows of each task."),
+        click.option(
+            "--fewshot",
+            type=click.IntRange(0),
+            help="Number of examples in a prompt. [default: as each task says]",
+        ),
+        click.option(
+            "--apply-chat-template", is_flag=True, help="Make each prompt a conversation."
+        ),
+        chat_template_option,
+        click.option(
+            "--bos/--no-bos",
+            default=None,
+            help="Begin texts with the beginning-of-sequence token. [default: as the documents of "
+            "run.data.train begin; without them, as the tokenizer does by itself]",
+        ),
+        click.option(
+            "--allow-code",
+            is_flag=True,
+            help="Run code that the model writes, as HumanEval does, without network, new "
+            "processes and writing, with limits of memory and time.",
+        ),
+        click.option(
+            "--samples",
+            type=LocalPath(),
+            metavar="FILE",
+            help="Write every answer with its prompt to FILE, as JSON lines.",
+        ),
+        click.option(
+            "--report", type=LocalPath(), metavar="FILE", help="Write the results to FILE, as JSON."
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
 
 @click.command("evaluate")
 @config_argument
+@task_options
 @target_option
 @overrides_option
 @cache_option
@@ -39,39 +104,55 @@ if TYPE_CHECKING:
 @json_option
 def command(
     config: Path,
+    tasks: str | None,
     target: str | None,
     overrides: Sequence[str],
     cache: Path,
-    coordinator: str | None,
-    count: int | None,
-    rank: int | None,
     step: "StepName",
-    bigram: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Measure the mean loss of a checkpoint on the entire validation set, in nats per token.
 
     For a run without checkpoints, measures the weights that it would start from. For a preference
     loss (DPO), the mean is per pair.
+
+    With --tasks, evaluates it on tasks of lm-eval instead, offline, with local data. Nothing is
+    traced or compiled: a missing program is an error (status 3). Answers are kept in the run's
+    directory, so that the same command resumes an evaluation that was interrupted.
     """
-    check(config, overrides, target, "EVALUATE_BIGRAM" if bigram else "EVALUATE")
+    _check_options(with_tasks=tasks is not None)
+    hint = compile_hint(config, target, overrides, cache)
+    if tasks is not None:
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        files = {f"--{name}": options[name] for name in ("samples", "report")}
+        checked = check(config, overrides, target, SERVE, outputs=files)
+        given = {name: options[name] for name in _TASK_OPTIONS if f"--{name}" not in files}
+        given |= {"step": step, "cache": cache, "compile_hint": f"{hint} --for evaluate"}
+        _evaluate_tasks(checked, names, files, given, as_json=as_json)
+        return
+    from graphtrain.run.processes import expected_rank, is_rank_zero
+
+    known = expected_rank(options["coordinator"], options["count"], options["rank"])
+    purpose = evaluation_purpose(bigram=options["bigram"])
+    checked = check(config, overrides, target, purpose, rank=known)
     from graphtrain.api.runs import evaluate
-    from graphtrain.run.processes import is_rank_zero
 
     result = evaluate(
-        config,
+        checked,
         step=step,
-        bigram=bigram,
-        target=target,
-        set=overrides,
+        bigram=options["bigram"],
         cache=cache,
-        coordinator=coordinator,
-        processes=count,
-        rank=rank,
-        compile_hint=compile_hint(config, target, overrides, cache),
+        coordinator=options["coordinator"],
+        processes=options["count"],
+        rank=options["rank"],
+        compile_hint=hint,
     )
-    if not is_rank_zero():
-        return
+    if is_rank_zero():
+        _print_loss(result, as_json=as_json)
+
+
+def _print_loss(result: Any, *, as_json: bool) -> None:
     if as_json:
         known = {name: value for name, value in vars(result).items() if value is not None}
         finite = {name: value if math.isfinite(value) else None for name, value in known.items()}
@@ -83,3 +164,75 @@ def command(
         click.echo(
             f"validation loss of a bigram model (add-one smoothing): {result.bigram_loss:.4f}"
         )
+
+
+def _evaluate_tasks(
+    checked: Any,
+    tasks: Sequence[str],
+    files: dict[str, Path | None],
+    options: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    """Evaluate on tasks; print and write the results."""
+    from graphtrain.api.evaluation import evaluate_tasks
+    from graphtrain.files import atomic_write, output_exists
+
+    for path in files.values():  # before an evaluation that may take hours
+        if path is not None and path.exists():
+            raise output_exists(path)
+    with _progress() as on_progress:
+        results = evaluate_tasks(checked, tasks, on_progress=on_progress, **options)
+    if (samples := files["--samples"]) is not None:
+        with atomic_write(samples) as file:
+            file.write(results.sample_lines().encode())
+    if (report := files["--report"]) is not None:
+        write_file(report, results.json() + "\n")
+    origin = results.document["graphtrain"]
+    if origin["reused_answers"]:
+        say(f"{origin['reused_answers']} answers of an earlier evaluation were used")
+    click.echo(results.json() if as_json else results.table())
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a progress bar on a terminal; elsewhere one line for each kind of request."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        announced: set[str] = set()
+
+        def announce(kind: str, finished: int, count: int) -> None:
+            if kind not in announced and count:
+                say(f"{kind}: {count} requests, {finished} of them answered before")
+            announced.add(kind)
+
+        yield announce
+        return
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as display:
+        rows: dict[str, Any] = {}
+
+        def update(kind: str, finished: int, count: int) -> None:
+            if kind not in rows:
+                rows[kind] = display.add_task(kind, total=count)
+            display.update(rows[kind], completed=finished, total=count)
+
+        yield update
+
+
+def _check_options(*, with_tasks: bool) -> None:
+    """Refuse options of the other kind of evaluation."""
+    context = click.get_current_context()
+    default = click.core.ParameterSource.DEFAULT
+    environment = click.core.ParameterSource.ENVIRONMENT
+    refused = _LOSS_OPTIONS if with_tasks else _TASK_OPTIONS
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if name in refused and context.get_parameter_source(name) not in (default, environment):
+            word = parameter.opts[0]
+            raise click.UsageError(
+                f"--tasks leaves {word} without effect" if with_tasks else f"{word} needs --tasks"
+            )

@@ -3,9 +3,11 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from graphtrain.api.checks.purpose import LAUNCH, LAUNCH_ELSEWHERE
 from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     arguments,
@@ -15,6 +17,10 @@ from graphtrain.cli.options import (
     target_option,
 )
 from graphtrain.cli.usage import Group
+
+if TYPE_CHECKING:
+    from graphtrain.api.checks.checked import CheckedConfig
+    from graphtrain.launch.job import Job
 
 
 @click.group("launch", cls=Group)
@@ -78,10 +84,10 @@ def slurm(
     The run has one task on each host. Before its time limit, and when it is preempted, it saves a
     checkpoint and is requeued; it then resumes from that checkpoint.
     """
-    check(config, overrides, target, "LAUNCH_ELSEWHERE" if dry_run else "LAUNCH")
+    checked = check(config, overrides, target, LAUNCH_ELSEWHERE if dry_run else LAUNCH)
     from graphtrain.launch import slurm as scheduler
 
-    job = _job(config, target, overrides, cache, workers)
+    job = _job(checked, config, cache, workers)
     named_options = {"partition": partition, "account": account, "time": limit}
     options = {name: value for name, value in named_options.items() if value} | dict(
         map(_parse_name_value, further)
@@ -120,10 +126,10 @@ def kubernetes(
     namespace: str | None,
 ) -> None:
     """Print a JobSet that compiles CONFIG and then trains, for kubectl apply -f -."""
-    check(config, overrides, target, "LAUNCH_ELSEWHERE")
+    checked = check(config, overrides, target, LAUNCH_ELSEWHERE)
     from graphtrain.launch.kubernetes import job_set
 
-    job = _job(config, target, overrides, cache, workers)
+    job = _job(checked, config, cache, workers)
     click.echo(job_set(job, image=image, claim=claim, namespace=namespace), nl=False)
 
 
@@ -144,12 +150,11 @@ def status(config: Path, overrides: Sequence[str]) -> None:
         click.echo(f"step {steps[-1]['step']}, loss {steps[-1]['loss']:.4f}")
 
 
-def _job(config: Path, target: str | None, overrides: Sequence[str], cache: Path, workers: int):
-    from graphtrain.config import load_config
+def _job(checked: "CheckedConfig", config: Path, cache: Path, workers: int) -> "Job":
     from graphtrain.launch.job import make_job
 
-    settings = load_config(config, overrides, target)
-    return make_job(settings, arguments(config, target, overrides, cache), cache, workers)
+    words = arguments(config, checked.target, checked.overrides, cache)
+    return make_job(checked.config, words, cache, workers)
 
 
 def _parse_name_value(text: str) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphtrain.cli.options import (
+    FiniteRange,
     LocalPath,
     cache_option,
     config_argument,
@@ -32,7 +33,7 @@ _root = click.argument("root", metavar="DIR", type=LocalPath())
 
 _stale_after = click.option(
     "--stale-after",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=_STALE_AFTER,
     show_default=True,
     metavar="MINUTES",
@@ -61,7 +62,7 @@ def _compile_options(function: Callable) -> Callable:
         ),
         click.option(
             "--timeout",
-            type=click.FloatRange(min=0, min_open=True),
+            type=FiniteRange(min=0, min_open=True),
             help="Seconds after which a compilation is stopped. [default: no limit]",
         ),
         click.option(

@@ -1,5 +1,6 @@
 """Arguments and options that several commands share."""
 
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,16 @@ class Size(click.ParamType):
             return parse_size(str(value))
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class FiniteRange(click.FloatRange):
+    """Range of numbers, without NaN, which passes click's comparisons, and without infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail("not a finite number", param, ctx)
+        return number
 
 
 class LocalPath(click.Path):
@@ -74,6 +85,16 @@ step_option = click.option(
     default="last",
     show_default=True,
     help="Step of the checkpoint; best is that of the lowest validation loss.",
+)
+
+
+chat_template_option = click.option(
+    "--chat-template",
+    metavar="NAME|FILE",
+    default="own",
+    show_default=True,
+    help="Chat template: a built-in one such as chatml or llama3, a .jinja file, or own: that of "
+    "the training data, else that of the tokenizer.",
 )
 
 
@@ -212,6 +233,11 @@ def compile_hint(config: Path, target: str | None, overrides: Sequence[str], cac
     return command_line("compile", config, target, overrides, cache)
 
 
+def serve_hint(config: Path, target: str | None, overrides: Sequence[str], cache: Path) -> str:
+    """Return the graphtrain compile command for the programs that serve."""
+    return f"{compile_hint(config, target, overrides, cache)} --for serve"
+
+
 def command_line(
     verb: str, config: Path, target: str | None, overrides: Sequence[str], cache: Path
 ) -> str:
@@ -228,3 +254,37 @@ def arguments(
     args += ["--target", target] if target else []
     args += [word for override in overrides for word in ("--set", override)]
     return args + (["--cache", str(cache)] if cache else [])
+
+
+def sampling_options(command: Callable) -> Callable:
+    """Add the options that say how tokens are chosen."""
+    options = (
+        click.option(
+            "--temperature",
+            type=FiniteRange(0),
+            default=0.8,
+            show_default=True,
+            help="Divisor of the logits; 0 always chooses the most likely token.",
+        ),
+        click.option(
+            "--top-k",
+            type=click.IntRange(1),
+            help="Sample only from this many most likely tokens. [default: all tokens]",
+        ),
+        click.option(
+            "--top-p",
+            type=FiniteRange(0, 1, min_open=True),
+            help="Sample only from the fewest most likely tokens whose probabilities add up to "
+            "this. [default: all tokens]",
+        ),
+        click.option(
+            "--seed",
+            type=click.IntRange(0),
+            default=0,
+            show_default=True,
+            help="Seed of the sampling.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command

@@ -78,4 +78,6 @@ def command() -> None:
     The step is compiled for the target, into the cache and without an accelerator. If the compiler
     of the target is not installed, the figures are estimates. If the step does not fit the memory
     of a device, also prints the cheapest changes with which it fits, and exits with 4.
+
+    With --for serve, shows how many slots fit and how fast they can be at most.
     """

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from graphtrain.api.checks.purpose import PLAN
 from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     ConfigPath,
@@ -54,21 +55,18 @@ def diff(
         raise click.UsageError(
             "give a second configuration, or a setting to change: --with SECTION.NAME=VALUE"
         )
-    check(before, overrides, target, "PLAN")
-    check(after or before, [*overrides, *changes], target, "PLAN")
+    checked = {
+        "before": check(before, overrides, target, PLAN),
+        "after": check(after or before, [*overrides, *changes], target, PLAN),
+    }
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
-    from graphtrain.config import load_config
     from graphtrain.config.resolve import resolve
     from graphtrain.planning.assess import assess_all
     from graphtrain.planning.diff import differences
     from graphtrain.planning.text import changes_table
 
-    common_overrides = [*overrides, *([f"program.target={target}"] if target else [])]
-    programs = {
-        "before": resolve(load_config(before, common_overrides).program),
-        "after": resolve(load_config(after or before, [*common_overrides, *changes]).program),
-    }
+    programs = {name: resolve(one.config.program) for name, one in checked.items()}
     with progress() as observe:
         assessed = assess_all(programs, Cache(cache), observe, compile=ask_compiler)
     for name, assessment in assessed.items():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from graphtrain.api.checks.purpose import PLAN
 from graphtrain.cli.checked import check as check_config
 from graphtrain.cli.options import (
     LocalPath,
@@ -101,14 +102,13 @@ def check(
 def _assess(
     config: Path, target: str | None, overrides: Sequence[str], cache: Path, ask_compiler: bool
 ) -> "Assessment":
-    check_config(config, overrides, target, "PLAN")
+    checked = check_config(config, overrides, target, PLAN)
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
-    from graphtrain.config import load_config
     from graphtrain.config.resolve import resolve
     from graphtrain.planning.assess import assess
 
-    program = resolve(load_config(config, overrides, target).program)
+    program = resolve(checked.config.program)
     with progress() as observe:
         assessment = assess(program, Cache(cache), observe, compile=ask_compiler)
     if assessment.note:

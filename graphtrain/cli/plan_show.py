@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from graphtrain.api.checks.purpose import PLAN
 from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     LocalPath,
@@ -23,7 +24,9 @@ from graphtrain.cli.options import (
 from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
+    from graphtrain.api.checks.checked import CheckedConfig
     from graphtrain.config.resolve import ResolvedProgram
+    from graphtrain.graphs.names import Purpose, ServingPurpose
     from graphtrain.planning.answer import Answer
 
 _PAGE_MARK = '<meta name="generator" content="graphtrain plan">'
@@ -34,7 +37,7 @@ compile_or_estimate_option = click.option(
     "--compile/--no-compile",
     "ask_compiler",
     default=True,
-    help="Compile the step for the target, or only estimate it. [default: --compile]",
+    help="Compile for the target, or only estimate. [default: --compile]",
 )
 
 
@@ -49,7 +52,16 @@ compile_or_estimate_option = click.option(
     "--confirm/--no-confirm",
     default=True,
     help="If the step does not fit, compile the changes that would make it fit, or only estimate "
-    "them. [default: --confirm]",
+    "them. With --for serve, compile the largest number of slots. [default: --confirm]",
+)
+@click.option(
+    "--for",
+    "purpose",
+    type=click.Choice(("train", "generate", "batch", "evaluate", "serve")),
+    default="train",
+    show_default=True,
+    help="What to plan: one training step, or the programs that generate one sequence, generate a "
+    "batch, evaluate tasks, or serve.",
 )
 @click.option(
     "--jobs",
@@ -91,6 +103,7 @@ def show(
     cache: Path,
     ask_compiler: bool,
     confirm: bool,
+    purpose: "Purpose",
     jobs: int | None,
     pattern: str | None,
     blame: bool,
@@ -100,24 +113,26 @@ def show(
     as_json: bool,
 ) -> None:
     """Show the memory, communication and time of each device for the training step of CONFIG."""
+    if purpose != "train":
+        options = {"--targets": targets, "--array": pattern, "--blame": blame, "--html": html,
+                   "--results": results, "--save-strategy": strategy}  # fmt: skip
+        if given := [name for name, value in options.items() if value]:
+            raise click.UsageError(f"{given[0]} is for training steps; remove --for {purpose}")
+        checked = check(config, overrides, target, PLAN)
+        _show_serving(checked, purpose, cache, ask_compiler, confirm, as_json)
+        return
     if results is not None and html is None:
         raise click.UsageError("--results is only shown on a page; add --html FILE")
-    if targets is None:
-        outputs = {"--html": html, "--save-strategy": strategy}
-        check(config, overrides, target, "PLAN", outputs=outputs)
-    else:
-        _check_targets(targets.split(","))
-    if html is not None:
-        from graphtrain.planning.page import require_charts
-
-        require_charts()
-    from graphtrain.config import load_config
+    if targets is not None:
+        names = targets.split(",")
+        _check_targets(names)
+        _compare(names, config, overrides, cache, ask_compiler, jobs, as_json)
+        return
+    outputs = {"--html": html, "--save-strategy": strategy}
+    checked = check(config, overrides, target, PLAN, outputs=outputs)
     from graphtrain.config.resolve import resolve
 
-    if targets is not None:
-        _compare(targets.split(","), config, overrides, cache, ask_compiler, jobs, as_json)
-        return
-    program = resolve(load_config(config, overrides, target).program)
+    program = resolve(checked.config.program)
     if html is not None:
         check_output(html, _PAGE_MARK)  # before the plan, which takes time
     if strategy is not None:
@@ -136,9 +151,7 @@ def show(
     search_results = _read_search_results(results) if results is not None else []
     with progress() as observe:
         plan_answer = plan(
-            config,
-            target=target,
-            set=overrides,
+            checked,
             cache=cache,
             compile=ask_compiler,
             confirm=confirm,
@@ -156,6 +169,36 @@ def show(
         plan_answer.print(console())
         _print_imported(program, cache)
     if not plan_answer.fits:
+        sys.exit(DOES_NOT_FIT)
+
+
+def _show_serving(
+    checked: "CheckedConfig",
+    purpose: "ServingPurpose",
+    cache: Path,
+    ask_compiler: bool,
+    confirm: bool,
+    as_json: bool,
+) -> None:
+    """Print the plan of the programs that generate or serve; exit with DOES_NOT_FIT."""
+    from graphtrain.api.programs import plan
+    from graphtrain.cli.compile import progress
+    from graphtrain.planning.serving_json import serving_as_json
+
+    with progress() as observe:
+        answer = plan(
+            checked,
+            cache=cache,
+            compile=ask_compiler,
+            confirm=confirm,
+            purpose=purpose,
+            observe=observe,
+        )
+    if as_json:
+        click.echo(json.dumps(serving_as_json(answer)))
+    else:
+        answer.print(console())
+    if not answer.fits:
         sys.exit(DOES_NOT_FIT)
 
 

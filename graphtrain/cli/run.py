@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from graphtrain.api.checks.purpose import run_purpose
 from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     cache_option,
@@ -81,19 +82,25 @@ def command(
         raise click.UsageError("--verbose and --quiet exclude each other")
     startup.pause_garbage_collection()  # until train() takes the first step
     startup.skip_blas_threads()
-    purpose = ("FRESH_" if fresh else "") + ("RUN_AND_COMPILE" if compile_missing else "RUN")
-    check(config, overrides, target, purpose, allowed_changes=allowed_changes)
-    from graphtrain.api.runs import train
-    from graphtrain.config import load_config
+    from graphtrain.run.processes import expected_rank, is_rank_zero
 
-    settings = load_config(config, overrides, target)
-    run = settings.run
+    checked = check(
+        config,
+        overrides,
+        target,
+        run_purpose(fresh=fresh, compiles=compile_missing),
+        allowed_changes=allowed_changes,
+        rank=expected_rank(coordinator, count, rank),
+    )
+    from graphtrain.api.runs import train
+
+    run = checked.config.run
     if compile_missing:
-        _compile_missing(settings, config, cache)
+        _compile_missing(checked.config, config, cache)
     reporter = progress_reporter(run.steps, run.report_every, verbose=verbose)
     with nullcontext() if quiet else reporter as progress:
         summary = train(
-            settings,
+            checked,
             callbacks=[] if progress is None else [progress],
             cache=cache,
             allow_change=allowed_changes,
@@ -104,8 +111,6 @@ def command(
             compile_hint=compile_hint(config, target, overrides, cache),
             log=say,
         )
-    from graphtrain.run.processes import is_rank_zero
-
     if is_rank_zero():
         click.echo(_format_summary(summary, run))
     if summary.stopped_by:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from graphtrain.api.checks.purpose import SEARCH
 from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     LocalPath,
@@ -78,15 +79,14 @@ def command(
     cache and without an accelerator, and ranked again by their compiled memory and communication.
     Exits with 4 if no strategy fits.
     """
-    check(config, overrides, target, "SEARCH", outputs={"--output": output})
+    loaded = check(config, overrides, target, SEARCH, outputs={"--output": output}).config
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
-    from graphtrain.config import load_config, render
+    from graphtrain.config import render
     from graphtrain.planning.ranking import as_json as in_json
     from graphtrain.planning.search import search
     from graphtrain.planning.verify import COMPILATIONS_PER_STRATEGY, compile_best
 
-    loaded = load_config(config, overrides, target)
     result = search(loaded.program, keep=max(top, COMPILATIONS_PER_STRATEGY * verify))
     with progress() as observe:
         compiled = compile_best(result.ranked, Cache(cache), verify, jobs=jobs, observe=observe)

@@ -13,6 +13,7 @@ from typing import TypeVar
 from graphtrain.cache.key import CacheKey
 from graphtrain.errors import MissingProgram, TrainingError
 from graphtrain.run.programs import LoadedPrograms
+from lowering.errors import PeerLost
 from lowering.xla import distributed
 from sharding_rules.errors import UserError
 
@@ -25,6 +26,7 @@ def on_all_ranks(action: Callable[[], T]) -> T:
     Raises:
         MissingProgram, TrainingError: another rank failed; the message names it. An error of
             this rank is raised unchanged.
+        PeerLost: a rank is lost; the watchdog reports it to the others, which may wait for it.
     """
     if distributed.count() == 1:
         return action()
@@ -32,6 +34,8 @@ def on_all_ranks(action: Callable[[], T]) -> T:
     try:
         result = action()
     except UserError as error:
+        if isinstance(error, PeerLost) and distributed.is_watched.is_set():
+            raise
         failed = error
     error_texts = distributed.all_gather_text(
         f"{type(failed).__name__}: {failed}" if failed else ""

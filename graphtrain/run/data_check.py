@@ -26,8 +26,9 @@ class DataCheck:
         Raises:
             DataError: a dataset differs from its description; names the file.
         """
-        parts = [data.train] if isinstance(data.train, str) else [p.dataset for p in data.train]
-        self._prefixes = list(dict.fromkeys([*parts, *filter(None, [data.validation])]))
+        named = dict.fromkeys([*data.train_datasets, *filter(None, [data.validation])])
+        code = {one.reference for one in data.user_code}  # identified by its digest alone
+        self._prefixes = [prefix for prefix in named if prefix not in code]
         for prefix in self._prefixes:
             verify_sample(prefix)
             if without := unverified(prefix):
@@ -36,9 +37,10 @@ class DataCheck:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._verify, name="data check", daemon=True)
 
-    def start(self) -> None:
+    def __enter__(self) -> DataCheck:
         """Start to verify the whole of each dataset in the background."""
         self._thread.start()
+        return self
 
     def raise_if_damaged(self) -> None:
         """Raise if a difference was found so far.
@@ -49,11 +51,12 @@ class DataCheck:
         if self._problem is not None:
             raise DataError(self._problem)
 
-    def close(self) -> None:
-        """Stop; warn if a run ends before its data is verified."""
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Stop; warn if a run ends well before its data is verified."""
         self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        is_unfinished = self._thread.is_alive()
+        self._thread.join()
+        if is_unfinished and error is None:
             warnings.warn(
                 f"the run ended before {', '.join(self._prefixes)} were verified as a whole; "
                 "to do it: graphtrain data verify",

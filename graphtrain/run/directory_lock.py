@@ -1,24 +1,21 @@
 """Lock that gives one process the right to write into the directory of a run.
 
-It is a lease (`graphtrain.cache.leases`), because not every file system has locks, and not every
+It is a lease (`lowering.machine.leases`), because not every file system has locks, and not every
 network file system extends them across hosts. A run that was killed on this host is replaced at
 once; one on another host when it has sent no heartbeat for 45 seconds.
 """
 
-import os
 import shutil
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from graphtrain.cache.leases import DEFAULT_TIMING, Lease, LeaseTiming
-from graphtrain.errors import CacheError, TrainingError
-from graphtrain.files import write_errors
+from graphtrain.checkpoints.output_directory import write_errors
+from graphtrain.errors import TrainingError
+from lowering.machine.leases import DEFAULT_TIMING, Lease, LeaseTiming, end_process
 
 LEASE = ".lease"
-_LOST_STATUS = 2
 
 
 @contextmanager
@@ -35,14 +32,11 @@ def locked_run_directory(directory: Path, pace: LeaseTiming = DEFAULT_TIMING) ->
         TrainingError: another process has the lock, or the directory cannot be written.
     """
     path = directory / LEASE
-    lease = Lease(path, pace, on_lost=lambda: _end_process(directory))
+    lease = Lease(path, pace, on_lost=lambda: end_process(directory, "trains into"))
     with write_errors(directory):
         new = not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
-        try:
-            is_owner = lease.acquire_unless_alive(lambda owner: _say_wait(directory, owner, pace))
-        except CacheError as error:
-            raise error.__cause__ or error from None  # the remedy of a cache is another
+        is_owner = lease.acquire_unless_alive(lambda owner: _say_wait(directory, owner, pace))
     if not is_owner:
         raise TrainingError(
             f"another process is training into {directory}: {lease.owner()}; end it, or choose "
@@ -64,14 +58,3 @@ def _say_wait(directory: Path, owner: str, pace: LeaseTiming) -> None:
         "heartbeat",
         stacklevel=2,
     )
-
-
-def _end_process(directory: Path) -> None:
-    """End this process at once: another one writes into the directory, so nothing may be saved."""
-    print(
-        f"error: this process sent no heartbeat for too long, and another process now trains into "
-        f"{directory}; this one ends without saving",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(_LOST_STATUS)

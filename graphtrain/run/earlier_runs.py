@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from graphtrain.files import write_errors
+from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.run.directory_lock import LEASE
 from graphtrain.run.metrics import METRICS_NAME
 

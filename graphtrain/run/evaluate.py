@@ -17,6 +17,7 @@ from graphtrain.checkpoints.checkpoint import (
     saved_steps,
 )
 from graphtrain.checkpoints.pruned import read_checkpoint
+from graphtrain.compile.html import html_facts
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config, Data, Program, Run
 from graphtrain.data.batches.blend import blend_counts
@@ -24,13 +25,14 @@ from graphtrain.data.batches.loader import evaluation_batches
 from graphtrain.data.indexed.dataset import WHOLE_INDEX, IndexedDataset, IndexShare
 from graphtrain.data.indexed.description import read_description
 from graphtrain.errors import DataError, TrainingError
-from graphtrain.html import html_facts
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.run.agreement import on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement, index_share
 from graphtrain.run.bigram_baseline import Bigram
+from graphtrain.run.data_sources import open_sources
 from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.run.programs import LoadedPrograms
+from graphtrain.run.trained_tokenizer import check_trained_tokenizer
 from lowering.machine.target import Target
 from lowering.trees import Tree
 
@@ -145,6 +147,7 @@ def validation_batches(
         pairs=program.loss.kind == "dpo",
         rows=rows,
         index_share=share,
+        sources=open_sources(data),
     )
     # The step evaluates one microbatch; the limit must not depend on how many there are.
     return islice(batches, None if limit is None else limit * batch.microbatches)
@@ -160,10 +163,11 @@ def checkpoint_loss(
     Raises:
         MissingProgram: the evaluation step is not in the cache.
         TrainingError: there is no such checkpoint.
-        DataError: there is no validation set.
+        DataError: there is no validation set, or it was prepared with another tokenizer.
     """
     if run.data.validation is None:  # checked before anything is loaded
         raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
+    on_all_ranks(lambda: check_trained_tokenizer(run, step))
     directory = Path(run.directory) / "checkpoints"
     steps = saved_steps(directory)
     initial_weights = None
@@ -229,6 +233,8 @@ def bigram_loss(config: Config) -> float:
         DataError: there is no validation set, or a dataset cannot be used.
     """
     data, model = config.run.data, config.program.model
+    if data.user_code:
+        raise DataError("--bigram reads datasets of files, and run.data names code")
     prefixes = (
         [data.train] if isinstance(data.train, str) else [source.dataset for source in data.train]
     )

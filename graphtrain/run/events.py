@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graphtrain.compile.html import html_facts
 from graphtrain.config.schema import Config
-from graphtrain.html import html_facts
 from graphtrain.planning.parameters import ParameterCount
 
 Metrics = Mapping[str, Any]  # by name, as in metrics.jsonl

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lowering
+from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Run
-from graphtrain.files import write_errors
 from graphtrain.models.lora.trainable import has_frozen_weights
 from lowering.trees import Tree
 
@@ -95,6 +95,11 @@ class InitialWeights:
         return load_trainable_parameters(
             weights, self.adapter, self.program, array_specs, self._fill, init_parameters
         )
+
+    @property
+    def source(self) -> WeightSource:
+        """Return the weights that an adapter belongs to."""
+        return _as_source(self.weights)
 
     def frozen(self, described: Tree) -> Tree:
         """Return the frozen weights, on the devices.

@@ -1,11 +1,14 @@
 """Steps of a run: train, evaluate, save, and report what happened."""
 
+from __future__ import annotations
+
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,11 +27,14 @@ from graphtrain.run.learning_rate import learning_rate
 from graphtrain.run.metrics import Record, good_steps, read_journal
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.signals import StopRequest
-from graphtrain.run.stalls import COMPUTING, DATA, EVALUATING, SAVING
+from graphtrain.run.stalls import COMPUTING, DATA, EVALUATING, SAMPLING, SAVING
 from graphtrain.run.validation_history import ValidationHistory
 from graphtrain.run.watchdog import Watchdog
 from lowering.machine.memory_pages import use_huge_pages
 from lowering.trees import Tree
+
+if TYPE_CHECKING:
+    from graphtrain.run.training_samples import TrainingSamples
 
 Report = Callable[[Record], None]
 Notify = Callable[..., None]  # called with the name of an event and its arguments
@@ -77,6 +83,7 @@ class TrainingLoop:
     stop: StopRequest
     watchdog: Watchdog
     history: ValidationHistory
+    samples: TrainingSamples | None
     _write: Report = field(init=False)
     _journal_position: JournalPosition = field(init=False)
     # Last started step: its number, metrics, learning rate, and seconds waited for data.
@@ -109,6 +116,7 @@ class TrainingLoop:
             self._write, self._journal_position = self.open_journal()
             opened = True
             validation, _ = self._evaluate(self.start, state)
+            self._sample(self.start, state)
         for index in range(self.start, run.steps):
             # In the first evaluation. A signal that comes later is seen where the step is saved.
             if index == self.start and (stop.signal is not None or self._has_stalled()):
@@ -135,6 +143,7 @@ class TrainingLoop:
             if is_evaluation_due(run, completed_steps):
                 evaluated, is_best = self._evaluate(completed_steps, state)
                 validation = evaluated
+                self._sample(completed_steps, state)
             stopping = stop.should_stop() or self._has_stalled()
             saving = last or completed_steps % run.save_every == 0 or stopping
             if saving or (is_best and run.keep_best):
@@ -293,3 +302,20 @@ class TrainingLoop:
         self._write({"step": completed_steps, "validation_loss": loss})
         self._last_finished_at = time.perf_counter()  # do not count the evaluation as step time
         return loss
+
+    def _sample(self, completed_steps: int, state: Tree) -> None:
+        """Continue the prompts of run.samples. A failure is a warning, and the run goes on."""
+        if self.samples is None or self.stop.should_stop():
+            return
+        self._finish_pending_step()
+
+        def should_stop(prompt: int) -> bool:
+            self.watchdog.move(SAMPLING, completed_steps, prompt)
+            return self.stop.should_stop()
+
+        self.watchdog.move(SAMPLING, completed_steps)
+        try:
+            self.samples.write(completed_steps, state["parameters"], should_stop)
+        except Exception as error:
+            warnings.warn(f"no samples of step {completed_steps}: {error}", stacklevel=1)
+        self._last_finished_at = time.perf_counter()  # do not count the samples as step time

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from graphtrain.compile.html import html_table
 from graphtrain.errors import TrainingError
-from graphtrain.html import html_table
 from graphtrain.run.metrics import read_journal
 
 if TYPE_CHECKING:

@@ -10,13 +10,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.errors import TrainingError
-from graphtrain.files import atomic_write, write_errors
-from lowering.machine import startup
+from graphtrain.files import atomic_write
+from graphtrain.run.event_file import EventFile
 from sharding_rules.documents import DocumentError, read_bytes
 
 Record = Mapping[str, float | int | None]
 METRICS_NAME = "metrics.jsonl"
+_DIGITS = 6  # written of a measured value
+# A float32 is read back exactly from nine digits; a mean of float32 in float64 is written in full.
+_EXACT_DIGITS = {
+    "loss": 9,
+    "margin": 9,
+    "accuracy": 9,
+    "grad_norm": 9,
+    "learning_rate": 9,
+    "validation_loss": 17,
+}
 _MAX_BYTES = 16 << 30  # a record has some 300 bytes
 
 # Every name in a record, with its meaning; docs/reference/metrics.md is made from it.
@@ -25,6 +36,11 @@ METRICS = {
     "loss": "training loss of the batch: cross-entropy in nats per target; with DPO, per pair",
     "margin": "DPO: mean difference between the rewards of a chosen and a rejected answer",
     "accuracy": "DPO: share of pairs whose chosen answer has the higher reward",
+    "balance_loss": "mixtures of experts: load-balancing loss, without its weight",
+    "router_z_loss": "mixtures: z-loss of the routers, without its weight",
+    "expert_load_max": "mixtures: tokens of the busiest expert over the mean; mean of all layers",
+    "expert_load_min": "mixtures: the same of the least busy expert; 0 if it gets no token",
+    "dropped_choices": "mixtures with a capacity: fraction of the expert choices that are dropped",
     "grad_norm": "norm of all gradients together, before clipping",
     "learning_rate": "learning rate of the step",
     "targets": "number of tokens of the batch that count in the loss",
@@ -67,47 +83,63 @@ class Journal:
             kept = _drop_records_after(self._path, after, written)
             self._jsonl_file = self._path.open("a")
         self._digest, self._bytes = hashlib.sha256(kept), len(kept)
-        self._tensorboard_dir = directory / "tensorboard" if tensorboard else None
+        self._event_directory = directory / "tensorboard" if tensorboard else None
         self._after = after
-        self._tensorboard_writer: Any = None
+        self._event_file: EventFile | None = None
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record) -> Record:
         """Append a record, which contains "step" and metrics by name.
+
+        Returns:
+            The record as it was written, without meaningless digits.
 
         Raises:
             TrainingError: the record cannot be written.
         """
+        record = {name: _rounded(name, value) for name, value in record.items()}
         line = json.dumps(record) + "\n"
         with write_errors(self._path.parent):
             self._jsonl_file.write(line)
             self._jsonl_file.flush()
-            if self._tensorboard_dir is not None:
-                self._write_events(self._tensorboard_dir, record)
+            if self._event_directory is not None:
+                metrics = {name: value for name, value in record.items() if name != "step"}
+                self._events(self._event_directory).write(int(record["step"] or 0), metrics)
         self._digest.update(line.encode())
         self._bytes += len(line.encode())
+        return record
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Append a text in Markdown to the TensorBoard events, if they are written.
+
+        Raises:
+            TrainingError: it cannot be written.
+        """
+        if self._event_directory is not None:
+            with write_errors(self._path.parent):
+                self._events(self._event_directory).write_text(step, name, text)
+
+    def _events(self, directory: Path) -> EventFile:
+        """Return the event file, which is opened late, so as not to delay the first step."""
+        if self._event_file is None:
+            self._event_file = EventFile(directory, self._after + 1)
+        return self._event_file
 
     def position(self) -> dict[str, Any]:
         """Return size and digest of everything written so far, as JSON."""
         return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
 
-    def _write_events(self, directory: Path, record: Record) -> None:
-        if self._tensorboard_writer is None:
-            # Imported late, so as not to delay the first step, and without PyTorch, which it would
-            # import (seconds, if installed) only to draw PyTorch models.
-            tensorboard = startup.import_without("tensorboardX", "torch")
-            self._tensorboard_writer = tensorboard.SummaryWriter(
-                str(directory), purge_step=self._after + 1
-            )
-        for name, value in record.items():
-            if name != "step" and value is not None:
-                self._tensorboard_writer.add_scalar(name, value, record["step"])
-
     def close(self) -> None:
         with suppress(OSError):  # write() has reported what could not be flushed
             self._jsonl_file.close()
-        if self._tensorboard_writer is not None:
-            with suppress(OSError):
-                self._tensorboard_writer.close()
+        if self._event_file is not None:
+            self._event_file.close()
+
+
+def _rounded(name: str, value: float | int | None) -> float | int | None:
+    """Return a metric with as many significant digits as it has a meaning."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.{_EXACT_DIGITS.get(name, _DIGITS)}g}")
 
 
 def read_journal(directory: Path) -> list[dict[str, Any]]:

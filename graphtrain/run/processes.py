@@ -1,5 +1,7 @@
 """Connection of this process to the other processes of a run."""
 
+from graphtrain.config.schema import Watchdog
+from graphtrain.run.stalls import max_silence
 from lowering.machine import host
 from lowering.machine.target import Target
 from lowering.xla import distributed
@@ -7,13 +9,22 @@ from lowering.xla import distributed
 
 def join_run(
     target: Target,
+    limits: Watchdog,
     coordinator: str | None = None,
     count: int | None = None,
     rank: int | None = None,
 ) -> None:
     """Configure the memory of this process and connect it to the other processes of the run.
 
+    Args:
+        target: machine of the run.
+        limits: how long to wait for processes that have not joined, or are silent.
+        coordinator: host:port of rank 0; like the other two, None to read it from the environment.
+        count: number of processes.
+        rank: rank of this process.
+
     Raises:
+        PeerLost: another process is lost, or did not join in time.
         LoweringError: the target requires another number of processes, or they do not connect.
     """
     member = distributed.membership(coordinator=coordinator, count=count, rank=rank)
@@ -21,7 +32,21 @@ def join_run(
         host.retain_freed_memory()
     distributed.check_process_count(target, member)
     if member is not None and member.count > 1:
-        distributed.initialize(member, target)
+        distributed.initialize(
+            member, target, join_timeout=limits.join_timeout, silence=max_silence(limits)
+        )
+
+
+def expected_rank(
+    coordinator: str | None = None, count: int | None = None, rank: int | None = None
+) -> int:
+    """Return the rank that this process will have once it has joined the run.
+
+    Raises:
+        LoweringError: only some of the arguments of `join_run` are given, or they contradict.
+    """
+    member = distributed.membership(coordinator=coordinator, count=count, rank=rank)
+    return 0 if member is None else member.rank
 
 
 def is_rank_zero() -> bool:

@@ -9,7 +9,8 @@ from graphtrain.cache import Cache
 from graphtrain.cache.key import CacheKey
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.errors import MissingProgram
+from graphtrain.errors import GraphtrainError, MissingProgram, UserError
+from lowering.artifact import Artifact
 
 
 class LoadedPrograms:
@@ -68,8 +69,20 @@ class LoadedPrograms:
         if name not in self._loaded:
             artifact = self._artifacts.pop(name)
             assert artifact is not None, f"{name} is loaded once"
-            self._loaded[name] = lowering.backend(self._target).load(artifact, self._target)
+            self._loaded[name] = self._load(name, artifact)
         return self._loaded[name]
+
+    def _load(self, name: str, artifact: Artifact) -> Any:
+        try:
+            return lowering.backend(self._target).load(artifact, self._target)
+        except UserError:
+            raise
+        except Exception as error:  # of XLA, whose digest of the payload was right
+            raise GraphtrainError(
+                f"the compiled {name} step cannot be loaded ({type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0][:300]}); is there enough memory? Otherwise "
+                "compile it again, into another cache (--cache DIR)"
+            ) from error
 
 
 def _reasons(cache: Cache, missing: Mapping[str, CacheKey]) -> list[str]:

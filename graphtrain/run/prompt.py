@@ -8,7 +8,7 @@ from pathlib import Path
 from graphtrain.config.schema import Config
 from graphtrain.data.indexed.description import dataset_tokenizer, read_description
 from graphtrain.data.tokenizers.open import load_tokenizer
-from graphtrain.data.tokenizers.protocol import Tokenizer
+from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE, Tokenizer
 from graphtrain.data.tokenizers.special_tokens import document_prefix
 from graphtrain.errors import DataError
 from graphtrain.weights.hf_record import verify_hf_files
@@ -35,10 +35,27 @@ def prompt_prefix(config: Config, tokenizer: Tokenizer, bos: bool | None) -> tup
     return beginnings[0] if beginnings else tokenizer.prefix
 
 
+def encode_prompt(tokenizer: Tokenizer, prompt: str, prefix: tuple[int, ...]) -> list[int]:
+    """Return the token ids of a prompt, which begins with the prefix (BOS) once."""
+    tokens = tokenizer.encode(prompt)
+    return tokens if tuple(tokens[: len(prefix)]) == prefix else [*prefix, *tokens]
+
+
 def _train_prefixes(config: Config) -> list[str]:
     """Return the path prefixes of the training datasets."""
     train = config.run.data.train
     return [train] if isinstance(train, str) else [entry.dataset for entry in train]
+
+
+def run_template(config: Config) -> str | None:
+    """Return the path of the chat template of the training data, else that with the weights."""
+    for prefix in _train_prefixes(config):
+        description = read_description(prefix)
+        path = Path(prefix).parent / CHAT_TEMPLATE
+        if description is not None and description.conversations is not None and path.is_file():
+            return str(path)
+    paths = [folder / CHAT_TEMPLATE for folder in _tokenizer_folders(config)]
+    return next((str(path) for path in paths if path.is_file()), None)
 
 
 def run_tokenizer(config: Config) -> Tokenizer:
@@ -48,10 +65,7 @@ def run_tokenizer(config: Config) -> Tokenizer:
         DataError: there is no tokenizer, or it cannot be used.
         WeightsError: its file is damaged.
     """
-    folders = [Path(config.run.directory) / HF_FILES]
-    if config.run.init_from is not None:  # converted weights, or a Hugging Face folder
-        folders += [Path(config.run.init_from) / HF_FILES, Path(config.run.init_from)]
-    for folder in folders:
+    for folder in _tokenizer_folders(config):
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             if folder.name == HF_FILES:
                 verify_hf_files(folder.parent)
@@ -63,3 +77,11 @@ def run_tokenizer(config: Config) -> Tokenizer:
         f"no tokenizer in {config.run.directory}/{HF_FILES}, with the weights of run.init_from, or "
         "with the datasets of run.data.train; prepare the data with graphtrain data prepare"
     )
+
+
+def _tokenizer_folders(config: Config) -> list[Path]:
+    """Return the folders that may hold the tokenizer of the weights."""
+    folders = [Path(config.run.directory) / HF_FILES]
+    if config.run.init_from is not None:  # converted weights, or a Hugging Face folder
+        folders += [Path(config.run.init_from) / HF_FILES, Path(config.run.init_from)]
+    return folders

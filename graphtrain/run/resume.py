@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +19,14 @@ from graphtrain.checkpoints.checkpoint import (
 )
 from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files
 from graphtrain.config.identity import differences, mathematics, say
-from graphtrain.config.schema import Config, Run
+from graphtrain.config.schema import Config, Data, Run
 from graphtrain.data.indexed.dataset import dataset_paths
 from graphtrain.data.indexed.description import read_description
 from graphtrain.errors import TrainingError
-from graphtrain.files import atomic_write
 from graphtrain.run.agreement import check_same_checkpoints, on_all_ranks
+from graphtrain.run.data_sources import source_identity
 from graphtrain.run.learning_rate import learning_rate
+from graphtrain.run.trained_tokenizer import tokenizer_digests
 from lowering.trees import Tree
 from lowering.xla import distributed
 
@@ -41,20 +41,23 @@ def identity_of(config: Config) -> dict[str, Any]:
     """
     train = config.run.data.train
     is_single = isinstance(train, str)
-    prefixes = [train] if is_single else [part.dataset for part in train]
+    prefixes = config.run.data.train_datasets
     parts = [{}] if is_single else [{"weight": p.weight, "epochs": p.epochs} for p in train]
     return {
         **mathematics(config),
         "run.data.train": [
-            {"digest": _dataset_digest(prefix)} | part
+            _dataset_identity(config.run.data, prefix) | part
             for prefix, part in zip(prefixes, parts, strict=True)
         ],
-        "tokenizer": [
-            description.tokenizer_digest[:16] if description else None
-            for description in map(read_description, prefixes)
-        ],
+        "tokenizer": tokenizer_digests(prefixes),
         STEPS: config.run.steps,
     }
+
+
+def _dataset_identity(data: Data, dataset: str) -> dict[str, Any]:
+    if any(code.reference == dataset for code in data.user_code):
+        return source_identity(data, dataset)
+    return {"digest": _dataset_digest(dataset)}
 
 
 def _dataset_digest(prefix: str) -> str | None:
@@ -209,22 +212,6 @@ def data_changed(changes: Sequence[Mapping[str, Any]], start: int) -> bool:
     return any(change["step"] == start and change["name"].startswith(names) for change in changes)
 
 
-def write_config(directory: Path, text: str, start: int) -> None:
-    """Write config.toml; keep one that differs as config.STEP.toml, with the step it was used to.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    path = directory / "config.toml"
-    if path.exists() and path.read_bytes() != text.encode():
-        kept, number = path.with_name(f"config.{start}.toml"), 1
-        while kept.exists():
-            kept, number = path.with_name(f"config.{start}-{number}.toml"), number + 1
-        shutil.copyfile(path, kept)
-    with atomic_write(path) as file:
-        file.write(text.encode())
-
-
 def schedule_note(run: Run, saved_identity: Mapping[str, Any], start: int) -> str | None:
     """Say how another number of steps changes the learning rate from here on; None if it does not.
 
@@ -236,12 +223,14 @@ def schedule_note(run: Run, saved_identity: Mapping[str, Any], start: int) -> st
     steps = saved_identity.get(STEPS)
     if steps in (None, run.steps) or not 0 < start < run.steps:
         return None
-    rates = [learning_rate(run.learning_rate, steps, step) for step in (start - 1, start)]
+    last = learning_rate(run.learning_rate, steps, start - 1)
+    # The earlier schedule has no rate for steps beyond its end.
+    planned = learning_rate(run.learning_rate, steps, start) if start < steps else last
     rate = learning_rate(run.learning_rate, run.steps, start)
-    if rate == rates[1 if start < steps else 0]:
+    if rate == planned:
         return None
     return (
         f"run.steps was {steps} and is {run.steps}: the {run.learning_rate.schedule} schedule of "
-        f"the learning rate now ends at step {run.steps}; it was {rates[0]:.3e} at step {start} "
+        f"the learning rate now ends at step {run.steps}; it was {last:.3e} at step {start} "
         f"and is {rate:.3e} at step {start + 1}"
     )

@@ -16,8 +16,9 @@ LOADING = "loading programs, a checkpoint or data"
 DATA = "waiting for the data loader"
 COMPUTING = "computing"
 EVALUATING = "evaluating"
+SAMPLING = "generating samples"
 SAVING = "saving a checkpoint"
-_STAGES = (LOADING, DATA, COMPUTING, EVALUATING, SAVING)
+_STAGES = (LOADING, DATA, COMPUTING, EVALUATING, SAMPLING, SAVING)
 
 _MEDIAN_FACTOR = 5  # a step is stalled when it takes this many times the median
 _MAX_SILENCE = 60.0  # seconds without a heartbeat after which a rank is lost
@@ -74,10 +75,18 @@ class Stopwatch:
         """Do not count some of the seconds that have passed."""
         self._since += seconds
 
-    def limit(self) -> float:
-        """Return the seconds after which the current step or phase counts as stalled."""
+    def limit(self, *, others_wait: bool = False) -> float:
+        """Return the seconds after which the current step or phase counts as stalled.
+
+        Args:
+            others_wait: whether another rank has come further: then its data came in time, so that
+                the first batches of this rank have no longer limit than the others.
+        """
         kind, settings = _kind(self.progress), self.settings
-        if kind == "phase" or self._finished.get(kind, 0) < _FIRST_STEPS:
+        is_first = self._finished.get(kind, 0) < _FIRST_STEPS
+        if is_first and self.progress.name == DATA and others_wait:
+            return settings.step_timeout
+        if kind == "phase" or is_first:
             return max(settings.phase_timeout, settings.step_timeout)
         durations = sorted(self._durations[kind])
         median = durations[len(durations) // 2]
@@ -91,7 +100,7 @@ def _kind(progress: Progress) -> str:
 
 def max_silence(settings: Watchdog) -> float:
     """Return the seconds without a heartbeat after which a rank is considered lost."""
-    return min(_MAX_SILENCE, settings.step_timeout)
+    return min(_MAX_SILENCE, settings.step_timeout or _MAX_SILENCE)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """A run from its directory to its summary: load what was compiled before, and train."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,17 +19,19 @@ from graphtrain.checkpoints.checkpoint import (
     check_directory,
     layer_order_of,
 )
+from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.config import render
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.run_record import write_run_config
 from graphtrain.config.schema import Config, Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown
-from graphtrain.files import write_errors
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.planning.parameters import ParameterCount, count_compiled_parameters
 from graphtrain.run.agreement import check_same_executables, on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement, index_share
 from graphtrain.run.callbacks import Callback, check_callbacks, notify
 from graphtrain.run.data_check import DataCheck
+from graphtrain.run.data_sources import open_sources
 from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.earlier_runs import set_aside, set_metrics_aside
 from graphtrain.run.events import RunStart, RunSummary
@@ -43,7 +47,7 @@ from graphtrain.run.loop import (
 )
 from graphtrain.run.metrics import Journal, Record, read_journal
 from graphtrain.run.programs import LoadedPrograms
-from graphtrain.run.resume import Resumption, data_changed, identity_of, schedule_note, write_config
+from graphtrain.run.resume import Resumption, data_changed, identity_of, schedule_note
 from graphtrain.run.signals import StopRequest, stop_requests
 from graphtrain.run.validation_history import recorded_history
 from graphtrain.run.watchdog import watched
@@ -52,6 +56,9 @@ from lowering.machine.target import Target
 from lowering.trees import Tree
 from lowering.xla import distributed
 from sharding_rules.errors import ShardingError
+
+if TYPE_CHECKING:
+    from graphtrain.run.training_samples import TrainingSamples
 
 
 def train(
@@ -107,6 +114,7 @@ def train(
             return RunSummary(directory, start, start, None, None, history.best_step, stalled)
         initial_weights = on_all_ranks(lambda: InitialWeights.open(program, run, resuming=saved))
         names = needed_graphs(run, resuming=saved)
+        samples = _open_samples(config, program, initial_weights, cache, compile_hint)
         programs, prefault = _load_programs(program, cache, names, compile_hint, stack)
         stop = stack.enter_context(stop_requests())
         if stop.should_stop():  # while the programs were loaded
@@ -139,8 +147,7 @@ def train(
             stack.callback(
                 _record_measurements, program, run, cache, programs, start, baseline_bytes
             )
-            stack.callback(data_check.close)
-            data_check.start()
+            stack.enter_context(data_check)
         new_run_weights = None if saved else initial_weights
         open_journal = (
             partial(
@@ -151,6 +158,7 @@ def train(
                 count_compiled_parameters(program, step.record),
                 notify_callbacks,
                 stack,
+                samples,
             )
             if is_rank_zero
             else _discard_journal
@@ -171,6 +179,7 @@ def train(
             stop,
             watchdog,
             history,
+            samples,
         )
         startup.resume_garbage_collection()
         watchdog.collective = largest_collective(step.record)
@@ -205,6 +214,25 @@ def _load_programs(
     if distributed.count() > 1:  # a failure to load on one rank ends all, before any computes
         on_all_ranks(lambda: [programs[name] for name in names])
     return programs, prefault
+
+
+def _open_samples(
+    config: Config,
+    program: ResolvedProgram,
+    initial_weights: InitialWeights | None,
+    cache: Cache,
+    compile_hint: str,
+) -> TrainingSamples | None:
+    """Return what writes run.samples; None if it is not set."""
+    if config.run.samples is None:
+        return None
+    from graphtrain.run.training_samples import TrainingSamples
+
+    base = None
+    if program.adapter is not None:
+        assert initial_weights is not None
+        base = initial_weights.source
+    return TrainingSamples(config, program, base, cache, compile_hint)
 
 
 def _open_checkpoints(program: ResolvedProgram, run: Run, stack: ExitStack) -> Checkpoints:
@@ -279,8 +307,9 @@ def _open_journal(
     parameters: ParameterCount,
     notify_callbacks: Notify,
     stack: ExitStack,
+    samples: TrainingSamples | None,
 ) -> tuple[Report, JournalPosition]:
-    """Write config.toml and the Hugging Face files, and open the journal of metrics.
+    """Write config.toml, its record and the Hugging Face files, and open the journal of metrics.
 
     Called only after the first step has been started, when the run can no longer be refused.
     """
@@ -293,7 +322,7 @@ def _open_journal(
     if info is not None and (note := schedule_note(config.run, info.identity, start)):
         warnings.warn(note, stacklevel=1)
     with write_errors(directory):
-        write_config(directory, render(config), start)
+        write_run_config(directory, render(config), start)
     _copy_hf_files(config, initial_weights)
     journal = Journal(
         directory,
@@ -302,10 +331,12 @@ def _open_journal(
         written=info.journal if info else None,
     )
     stack.callback(journal.close)
+    if samples is not None:
+        samples.open(after=start, write_text=journal.write_text)
     notify_callbacks("on_run_start", RunStart(config, directory, start, parameters))
 
     def write(record: Record) -> None:
-        journal.write(record)
+        record = journal.write(record)
         event = "on_evaluate" if "validation_loss" in record else "on_step"
         metrics = {name: value for name, value in record.items() if name != "step"}
         notify_callbacks(event, record["step"], metrics)
@@ -342,6 +373,7 @@ def _open_data(run: Run, program: Program, placement: BatchPlacement, stack: Exi
             pairs=program.loss.kind == "dpo",
             rows=placement.rows,
             index_share=index_share(),
+            sources=open_sources(run.data),
         )
 
     loader = on_all_ranks(open_loader)
@@ -395,6 +427,8 @@ def _record_measurements(
     peak = lowering.backend(target).peak_memory()
     # CPU devices share the memory of the process, part of which was in use before training.
     device_bytes = (peak - baseline_bytes) / target.devices if target.runs_on_cpu else peak
+    if run.samples is not None:  # which may take more than the step
+        device_bytes = None
     try:
         record_run(cache.root, program, programs["train"].record, steps, device_bytes)
     except (OSError, ShardingError) as error:

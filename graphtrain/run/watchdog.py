@@ -53,6 +53,7 @@ class Watchdog:
         self._heartbeats = Heartbeats(self._interval, self._rank, self._count)
         self._closed, self._ending = threading.Event(), threading.Lock()
         self._stopped_ranks: dict[int, tuple[str, float]] = {}  # reason and time, of this host
+        self._started_at = time.monotonic()
         self._suspended = ""  # note that this process did not run for some time
         self.collective = ""  # description of a collective of a step, for the message
 
@@ -62,6 +63,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Start to observe."""
+        self._started_at = time.monotonic()
         self._publish()
         self._heartbeats.start()
         distributed.is_watched.set()
@@ -135,6 +137,7 @@ class Watchdog:
     def _note_suspension(self, seconds: float) -> None:
         """Do not count time during which this process did not run, as after SIGSTOP."""
         self._suspended = f" (rank {self._rank} itself did not run for {seconds:.0f} s)"
+        self._started_at += seconds
         self._stopwatch.extend(seconds)
         self._heartbeats.extend(seconds)
 
@@ -162,10 +165,12 @@ class Watchdog:
         if distributed.connection_lost.is_set():
             self._wait_for_silence()
             self._end(self._blame(_EXCHANGES * self._heartbeats.interval), STATUS)
-        if any(peer.silent_seconds > silence for peer in self._ranks().values()):
+        ranks, stopwatch = self._ranks(), self._stopwatch
+        if any(peer.silent_seconds > silence for peer in ranks.values()):
             self._end(self._blame(silence), STATUS)
-        stopwatch = self._stopwatch
-        if stopwatch.seconds(now) > stopwatch.limit():
+        reached = [peer.progress for peer in ranks.values() if peer.progress is not None]
+        others_wait = max(reached) > stopwatch.progress
+        if stopwatch.seconds(now) > stopwatch.limit(others_wait=others_wait):
             silence = min(silence, _EXCHANGES * self._heartbeats.interval)
             stalled = f"no progress for {stopwatch.seconds(now):.0f} s: "
             self._end(stalled + self._blame(silence), STATUS)
@@ -184,18 +189,15 @@ class Watchdog:
             if rank == self._rank:
                 continue
             heartbeat = heartbeats.peers.get(rank)
-            if heartbeat is None:
-                # Ranks connect to each other before the watchdog starts, at nearly the same time.
+            # All ranks connect before their watchdogs start, at nearly the same time.
+            silent = now - (heartbeat.changed_at if heartbeat else self._started_at)
+            if is_service_silent:  # only rank 0, which runs the service, is known to be silent
                 silent = unanswered if rank == 0 else 0.0
+            if heartbeat is None:
                 ranks[rank] = Peer(None, silent)
                 continue
             last = content(heartbeat)
-            if last is not None:
-                last = last["at"]
-            silent = now - heartbeat.changed_at
-            if is_service_silent:  # only rank 0, which runs the service, is known to be silent
-                silent = unanswered if rank == 0 else 0.0
-            ranks[rank] = Peer(Progress(*last) if last else None, 0.0 if last is None else silent)
+            ranks[rank] = Peer(Progress(*last["at"]), silent) if last else Peer(None)  # has left
         return ranks
 
     def _blame(self, silence: float) -> str:

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from graphtrain.api.checks.problem import Problem
 from graphtrain.config.lines import KeyPath
 from graphtrain.config.schema import Config
-from graphtrain.data.indexed.dataset import dataset_paths, missing_file
+from graphtrain.config.user_code import is_user_code
+from graphtrain.data.indexed.dataset import dataset_paths
 from graphtrain.data.indexed.description import DatasetDescription, read_description
-from graphtrain.errors import DataError
+from graphtrain.errors import ConfigError, DataError
+from graphtrain.files import missing_dataset_file
 
 _DIRECTORY = ("run", "data", "directory")
 _TRAIN, _VALIDATION = ("run", "data", "train"), ("run", "data", "validation")
@@ -18,17 +22,39 @@ def data_problems(config: Config, *, train: bool = True) -> Iterator[Problem]:
     data = config.run.data
     datasets: list[tuple[str, KeyPath]] = []
     if train:
-        parts = [data.train] if isinstance(data.train, str) else [p.dataset for p in data.train]
-        datasets += [(prefix, _TRAIN) for prefix in parts]
+        datasets += [(prefix, _TRAIN) for prefix in data.train_datasets]
     if data.validation is not None:
         datasets.append((data.validation, _VALIDATION))
     for prefix, setting in dict.fromkeys(datasets):
         name = ".".join(setting)
-        if absent := [path for path in dataset_paths(prefix) if not path.is_file()]:
-            message = f"{name}: {missing_file(prefix, absent[0].suffix)}"
+        if is_user_code(prefix):
+            yield from _source_problems(config, prefix, setting)
+        elif absent := [path for path in dataset_paths(prefix) if not path.is_file()]:
+            message = f"{name}: {missing_dataset_file(prefix, absent[0].suffix)}"
             yield Problem("missing_data", message, (setting, _DIRECTORY))
         else:
             yield from _problems_of(config, prefix, setting)
+
+
+def _source_problems(config: Config, reference: str, setting: KeyPath) -> Iterator[Problem]:
+    """Yield why a dataset of the user's code cannot be used; its first document is read."""
+    from graphtrain.data.batches.concat_packing import check_tokens
+    from graphtrain.run.data_sources import open_sources
+
+    try:
+        first = open_sources(config.run.data)[reference][0]
+    except (ConfigError, DataError) as error:
+        yield Problem("data", str(error), (setting,))
+        return
+    except Exception as error:  # of the user's code, as when its files are on another machine
+        message = f"{reference}: document 0: {type(error).__name__}: {error}"
+        yield Problem("missing_data", message, (setting,))
+        return
+    tokens = np.asarray(first[0] if isinstance(first, tuple) else first)
+    try:
+        check_tokens(reference, tokens, config.program.model.vocab, lambda _: 0)
+    except DataError as error:
+        yield Problem("data", str(error), (setting, ("program", "model", "vocab")))
 
 
 def _problems_of(config: Config, prefix: str, setting: KeyPath) -> Iterator[Problem]:

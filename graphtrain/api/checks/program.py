@@ -86,8 +86,12 @@ def _remaining_problems(resolved: ResolvedProgram) -> Iterator[Problem]:
     from graphtrain.cost_model.weights import shard_weights
     from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
     from graphtrain.models.chunk_size import loss_chunk
+    from graphtrain.models.lora.trainable import served_adapter_arrays
 
-    for check in (shard_weights, step_uses_flash_kernel, loss_chunk):
+    def serve_adapters(resolved: ResolvedProgram) -> object:
+        return served_adapter_arrays(resolved.settings)
+
+    for check in (shard_weights, step_uses_flash_kernel, loss_chunk, serve_adapters):
         try:
             check(resolved)
         except (ShardingError, LoweringError) as error:

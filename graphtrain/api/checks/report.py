@@ -1,7 +1,6 @@
-"""All problems of a configuration for one purpose, as lines with their place."""
+"""All problems of a configuration for one purpose."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from graphtrain.api.checks.checkpoint import checkpoint_problems
@@ -13,42 +12,13 @@ from graphtrain.api.checks.machine import (
     page_problems,
     run_problems,
 )
-from graphtrain.api.checks.problem import Kind, Problem
+from graphtrain.api.checks.problem import Problem
 from graphtrain.api.checks.program import program_problems
+from graphtrain.api.checks.purpose import CHECK, Purpose
+from graphtrain.api.checks.samples import samples_problems
 from graphtrain.config.schema import Config
 
-
-@dataclass(frozen=True)
-class Purpose:
-    """Use of a configuration, and the problems that are errors or warnings for it."""
-
-    errors: Collection[Kind]
-    warnings: Collection[Kind] = ()
-    train: bool = True  # the training data is read
-    weights_only: bool = False  # of a checkpoint
-    compiles: bool = False
-
-    @property
-    def kinds(self) -> set[Kind]:
-        return {*self.errors, *self.warnings}
-
-
-_EVERY: tuple[Kind, ...] = ("program", "data", "missing_data", "checkpoint", "machine")
-CHECK = Purpose(_EVERY)
-SHOW = Purpose(("program", "data"))
-PLAN = Purpose(("program", "machine"), ("data",))
-SEARCH = Purpose(("machine",), ("data",))  # chooses the mesh and the rules itself
-# A program may be compiled on a machine without the data, and ahead of a permitted change.
-COMPILE = Purpose(("program", "data", "machine"), ("missing_data", "checkpoint"), compiles=True)
-RUN = Purpose(_EVERY)
-RUN_AND_COMPILE = Purpose(_EVERY, compiles=True)
-_NEW: tuple[Kind, ...] = ("program", "data", "missing_data", "machine")
-FRESH_RUN = Purpose(_NEW)  # sets the checkpoints of an earlier run aside
-FRESH_RUN_AND_COMPILE = Purpose(_NEW, compiles=True)
-EVALUATE = Purpose(_EVERY, train=False, weights_only=True)
-EVALUATE_BIGRAM = Purpose(_EVERY, weights_only=True)
-LAUNCH = Purpose(_EVERY)
-LAUNCH_ELSEWHERE = Purpose(("program", "data"))  # data and directories are on another machine
+_BATCH = ("program", "batch", "global_batch_size")
 
 
 def problems(
@@ -78,9 +48,11 @@ def problems(
         found += run_problems(config)
     if kinds & {"data", "missing_data"}:
         found += data_problems(config, train=purpose.train)
+        found += samples_problems(config)
     if "checkpoint" in kinds:
         found += checkpoint_problems(config, allowed_changes, weights_only=purpose.weights_only)
-    return [problem for problem in found if problem.kind in kinds]
+    ignored = set() if purpose.trains_batches else {_BATCH}
+    return [one for one in found if one.kind in kinds and ignored.isdisjoint(one.settings)]
 
 
 def _output(option: str, path: Path) -> Iterator[Problem]:

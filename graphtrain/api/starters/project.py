@@ -1,6 +1,8 @@
 """Creation of a new project: its data, its configuration file, and what a LoRA starts from."""
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from graphtrain.data.prepare.text import PrepareResult, prepare
 from graphtrain.data.readers.corpus import is_text
 from graphtrain.data.samples.text import write_sample
 from graphtrain.errors import ConfigError, DataError
-from graphtrain.files import atomic_write
+from graphtrain.files import atomic_write, counted
+from sharding_rules.errors import UserError
 
 _SAMPLE_BYTES = 2_000_000
 _NANOGPT = Size(0, layers=4, embed=128, heads=4, global_batch_size=12, seq_len=64)
@@ -55,19 +58,44 @@ def create_project(
     """
     kind, folder = _parse(like)
     config_path = directory / "config.toml"
+    _check_directory(directory, config_path)
+    hf = read_config(str(folder), {}) if folder is not None else {}  # fails before any work
+    with _removed_if_it_fails(directory, directory / "data"):
+        prepared = _prepare(directory, kind, folder, data, tokenizer, report)
+        project = _project(directory, kind, folder, hf, prepared.train.vocab, prepared.train.tokens)
+        if kind == "lora":
+            assert folder is not None
+            _convert(folder, directory / "base", report)
+        text = config_text(project)
+        config = load_config(text)
+        with atomic_write(config_path) as file:
+            file.write(text.encode())
+    return NewProject(config_path, config, prepared)
+
+
+def _check_directory(directory: Path, config_path: Path) -> None:
+    """Refuse a directory that cannot be created, or that has a configuration already.
+
+    Raises:
+        ConfigError: it is one of these.
+    """
+    for path in (directory, *directory.parents):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is a file; name a directory that does not exist yet")
     if config_path.exists():
         raise ConfigError(f"{config_path} exists already; remove it or choose another directory")
-    hf = read_config(str(folder), {}) if folder is not None else {}  # fails before any work
-    prepared = _prepare(directory, kind, folder, data, tokenizer, report)
-    if kind == "lora":
-        assert folder is not None
-        _convert(folder, directory / "base", report)
-    project = _project(directory, kind, folder, hf, prepared.train.vocab, prepared.train.tokens)
-    text = config_text(project)
-    config = load_config(text)
-    with atomic_write(config_path) as file:
-        file.write(text.encode())
-    return NewProject(config_path, config, prepared)
+
+
+@contextmanager
+def _removed_if_it_fails(*directories: Path) -> Iterator[None]:
+    """Remove the directories that did not exist before if the block raises a user error."""
+    new = [directory for directory in directories if not directory.exists()]
+    try:
+        yield
+    except UserError:
+        for directory in new:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def _parse(like: str) -> tuple[str, Path | None]:
@@ -137,6 +165,11 @@ def _project(
     longest = hf.get("max_position_embeddings") or hf.get("n_positions")
     if isinstance(longest, int):
         size = replace(size, seq_len=min(size.seq_len, longest))
+    if tokens <= size.seq_len:
+        raise DataError(
+            f"the text gives {counted(tokens, 'token')} to train on; give at least "
+            f"{size.seq_len + 1}, which is one sequence"
+        )
     rows = hf.get("vocab_size")
     overrides = ""
     if kind == "hf" and isinstance(rows, int) and _tokenizer_of(folder) is None:

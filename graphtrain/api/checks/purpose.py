@@ -1,0 +1,62 @@
+"""Uses of a configuration, and which of its problems are errors for each. Imports nothing heavy."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+# program: nothing can be planned or compiled. data: a dataset that does not suit the program.
+# missing_data: a dataset that is not on this machine. checkpoint: one of another run.
+# machine: a package, a directory or a file that this machine lacks.
+Kind = Literal["program", "data", "missing_data", "checkpoint", "machine"]
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """Use of a configuration, and the problems that are errors or warnings for it."""
+
+    errors: Collection[Kind]
+    warnings: Collection[Kind] = ()
+    train: bool = True  # the training data is read
+    weights_only: bool = False  # of a checkpoint
+    compiles: bool = False
+    trains_batches: bool = True  # False: the graphs have batches of their own
+
+    @property
+    def kinds(self) -> set[Kind]:
+        return {*self.errors, *self.warnings}
+
+    def covers(self, other: "Purpose") -> bool:
+        """Return whether what is checked for this purpose need not be checked for another."""
+        return {*other.errors} <= {*self.errors} and self.compiles >= other.compiles
+
+
+_EVERY: tuple[Kind, ...] = ("program", "data", "missing_data", "checkpoint", "machine")
+CHECK = Purpose(_EVERY)
+SHOW = Purpose(("program", "data"))
+PLAN = Purpose(("program", "machine"), ("data",))
+SEARCH = Purpose(("machine",), ("data",))  # chooses the mesh and the rules itself
+# A program may be compiled on a machine without the data, and ahead of a permitted change.
+COMPILE = Purpose(("program", "data", "machine"), ("missing_data", "checkpoint"), compiles=True)
+GENERATE = Purpose(
+    ("program", "machine", "checkpoint"), weights_only=True, compiles=True, trains_batches=False
+)
+SERVE = Purpose(("program", "machine", "checkpoint"), weights_only=True, trains_batches=False)
+LAUNCH = Purpose(_EVERY)
+LAUNCH_ELSEWHERE = Purpose(("program", "data"))  # data and directories are on another machine
+
+_NEW: tuple[Kind, ...] = ("program", "data", "missing_data", "machine")
+
+
+def run_purpose(*, fresh: bool = False, compiles: bool = False) -> Purpose:
+    """Return the purpose of a run.
+
+    Args:
+        fresh: whether the checkpoints of an earlier run are set aside.
+        compiles: whether it compiles the missing programs first.
+    """
+    return Purpose(_NEW if fresh else _EVERY, compiles=compiles)
+
+
+def evaluation_purpose(*, bigram: bool = False) -> Purpose:
+    """Return the purpose of an evaluation; that of a bigram model reads the training data."""
+    return Purpose(_EVERY, train=bigram, weights_only=True)

@@ -1,0 +1,123 @@
+"""The metric `code_eval`: the share of programs of a model that pass their tests, contained.
+
+Each program runs in a process of its own, which `code_runner` confines: no network, no new
+processes, no file is written, and limits of memory and time.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphtrain.errors import GraphtrainError
+from graphtrain.run.evaluation import code_runner
+
+_CPU_SECONDS = 3  # as the timeout of the metric of Hugging Face
+_WALL_SECONDS = 30.0  # for programs that wait; generous, because the machine may be busy
+_MEMORY_BYTES = 1 << 30
+_MAX_OUTPUT = 1 << 16  # bytes of a report
+_PROCESSES = 4  # at the same time
+
+
+class CodeEvaluation:
+    """Metric with the interface of `evaluate.load("code_eval")`."""
+
+    def compute(
+        self,
+        *,
+        references: Sequence[str],
+        predictions: Sequence[Sequence[str]],
+        k: Sequence[int] = (1, 10, 100),
+        **ignored: Any,
+    ) -> tuple[dict[str, float], dict[int, list[tuple[int, dict[str, Any]]]]]:
+        """Run each program with its test; return pass@k, and the result of each program."""
+        programs = [
+            (task, index, f"{program}\n{test}")
+            for task, (test, candidates) in enumerate(zip(references, predictions, strict=True))
+            for index, program in enumerate(candidates)
+        ]
+        with ThreadPoolExecutor(_PROCESSES) as pool:
+            reports = list(pool.map(lambda one: run_program(one[2]), programs))
+        results: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+        for (task, index, _), report in zip(programs, reports, strict=True):
+            passed = report == "passed"
+            entry = {"task_id": task, "passed": passed, "result": report, "completion_id": index}
+            results.setdefault(task, []).append((index, entry))
+        totals = np.array([len(one) for one in results.values()])
+        correct = np.array([sum(e["passed"] for _, e in one) for one in results.values()])
+        return {
+            f"pass@{count}": float(_pass_at(totals, correct, count).mean())
+            for count in k
+            if (totals >= count).all()
+        }, results
+
+
+def check_available() -> None:
+    """Check that this machine can contain programs.
+
+    Raises:
+        GraphtrainError: it is not Linux, or not of a known processor.
+    """
+    if sys.platform != "linux" or platform.machine() not in code_runner.SYSTEM_CALLS:
+        raise GraphtrainError(
+            "--allow-code needs Linux on x86_64 or aarch64, whose system calls it filters; this is "
+            f"{sys.platform} on {platform.machine()}"
+        )
+    if (report := run_program("")) != "passed":
+        raise GraphtrainError(
+            f"--allow-code: programs cannot be contained on this machine ({report})"
+        )
+
+
+def run_program(program: str) -> str:
+    """Run a program of Python in a confined process; return "passed", or why it failed."""
+    token = secrets.token_hex(16)  # written by the runner alone, after the program
+    limits = f"{_CPU_SECONDS} {_MEMORY_BYTES} {token}\n"
+    with tempfile.TemporaryDirectory(prefix="graphtrain-code-") as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(code_runner.__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={"PATH": os.defpath},
+            start_new_session=True,
+        )
+        timer = threading.Timer(_WALL_SECONDS, process.kill)
+        timer.start()
+        assert process.stdin is not None and process.stdout is not None
+        with process:
+            process.stdin.write((limits + program).encode())
+            process.stdin.close()
+            output = process.stdout.read(_MAX_OUTPUT)
+            process.kill()  # what it still writes is not read
+        timer.cancel()
+    lines = output.decode(errors="replace").splitlines()
+    if lines and lines[-1] == f"{token} passed":
+        return "passed"
+    reported = [line.partition(" ")[2] for line in lines if line.startswith(token)]
+    if reported:
+        return f"failed: {reported[-1]}"[:500]
+    return "timed out, or ended without a report"
+
+
+def _pass_at(totals: np.ndarray, correct: np.ndarray, count: int) -> np.ndarray:
+    """Return the unbiased estimate of pass@k of each task (Chen et al., 2021)."""
+
+    def estimate(total: int, passed: int) -> float:
+        if total - passed < count:
+            return 1.0
+        return float(1 - np.prod(1 - count / np.arange(total - passed + 1, total + 1)))
+
+    return np.array([estimate(*pair) for pair in zip(totals, correct, strict=True)])

@@ -1,0 +1,219 @@
+"""Data of tasks: local files in the place of the datasets that lm-eval downloads.
+
+The data of a task is in DIR/TASK/SPLIT.jsonl or .parquet, or, for all tasks that read the same
+dataset, in DIR/DATASET/CONFIGURATION, for example DIR/mmlu/anatomy/test.jsonl.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from graphtrain.errors import DataError
+from graphtrain.files import content_digest
+from graphtrain.run.evaluation.task_catalog import TaskFile
+
+_SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # reader by suffix
+_SPLIT_SETTINGS = ("training_split", "validation_split", "test_split", "fewshot_split")
+_TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice")
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """Local files of a task.
+
+    Args:
+        task: The task.
+        root: Directory of the data of all tasks.
+        fewshot: Number of examples in a prompt; None for that of the task.
+    """
+
+    task: TaskFile
+    root: Path
+    fewshot: int | None = None
+
+    @property
+    def evaluated(self) -> str:
+        """Split whose rows are evaluated."""
+        settings = self.task.settings
+        return str(settings.get("test_split") or settings.get("validation_split") or "test")
+
+    @property
+    def shots(self) -> int:
+        """Number of examples in a prompt. A task that has 0 always has 0, as in lm-eval."""
+        own = self.task.settings.get("num_fewshot")
+        return own or 0 if own == 0 or self.fewshot is None else self.fewshot
+
+    @property
+    def examples(self) -> str | None:
+        """Split that examples are taken from; None if the task has examples of its own."""
+        settings = self.task.settings
+        fewshot = settings.get("fewshot_config") or {}
+        split = fewshot.get("split") or settings.get("fewshot_split")
+        if split is None and "samples" in fewshot:
+            return None
+        split = split or settings.get("training_split") or settings.get("validation_split")
+        return str(split or self.evaluated)
+
+    @property
+    def folders(self) -> list[Path]:
+        """Folders that may hold the files, the task's own first."""
+        settings = self.task.settings
+        dataset = str(settings.get("dataset_path") or self.task.name).rpartition("/")[2]
+        shared = self.root / dataset
+        name = settings.get("dataset_name")
+        return [self.root / self.task.name, shared / str(name) if name else shared]
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """Files that exist, by split."""
+        settings = self.task.settings
+        wanted = {self.evaluated, self.examples, *(settings.get(key) for key in _SPLIT_SETTINGS)}
+        found = {split: self._find(str(split)) for split in sorted(filter(None, wanted))}
+        return {split: path for split, path in found.items() if path is not None}
+
+    @property
+    def fields(self) -> list[str]:
+        """Fields that the prompts name; those that functions of the task read are not known."""
+        from jinja2 import Environment, TemplateSyntaxError, meta
+
+        settings = self.task.settings
+        if settings.get("process_docs"):
+            return []  # the prompts name fields that this function makes
+        fields: set[str] = set()
+        for name in _TEMPLATES:
+            template = settings.get(name)
+            for text in template if isinstance(template, list) else [template]:
+                if not isinstance(text, str) or text.startswith("/"):  # a function, by its path
+                    continue
+                try:
+                    fields |= meta.find_undeclared_variables(Environment().parse(text))
+                except TemplateSyntaxError:
+                    continue
+            if isinstance(template, str) and _IDENTIFIER.fullmatch(template):
+                fields.add(template)
+        return sorted(fields)
+
+    @property
+    def has_files_of_its_own(self) -> bool:
+        """Return whether the task's settings name local files."""
+        return "data_files" in (self.task.settings.get("dataset_kwargs") or {})
+
+    def check_files(self, shots: int | None = None) -> None:
+        """Check that there are files for the rows and the examples.
+
+        Args:
+            shots: Number of examples where a group sets it; None for that of the task.
+
+        Raises:
+            DataError: one is missing; the message says where it was looked for.
+        """
+        needed = [self.evaluated]
+        if (self.shots if shots is None else shots) and self.examples is not None:
+            needed.append(self.examples)
+        for split in needed:
+            if split not in self.files:
+                raise DataError(self._missing(split))
+
+    def settings(self, cache: Path) -> dict[str, Any]:
+        """Return the settings of lm-eval that replace the dataset of the task.
+
+        Args:
+            cache: Directory of the files that the package `datasets` writes.
+        """
+        readers = {_SUFFIXES[path.suffix] for path in self.files.values()}
+        if len(readers) > 1:
+            raise DataError(
+                f"{self.task.name}: {', '.join(map(str, self.files.values()))} have different "
+                "formats; use one for all splits"
+            )
+        replaced: dict[str, Any] = {
+            "include": str(self.task.path),
+            "task": self.task.name,
+            "dataset_path": readers.pop(),
+            "dataset_name": None,
+            "dataset_kwargs": {
+                "data_files": {split: str(path) for split, path in self.files.items()},
+                "cache_dir": str(cache),
+            },
+        }
+        if self.examples is not None and self.examples not in self.files:
+            # lm-eval reads the examples even where a prompt has none.
+            settings = self.task.settings
+            splits = ("training_split", "validation_split")
+            absent = [name for name in splits if settings.get(name) not in self.files]
+            replaced |= dict.fromkeys(("fewshot_split", "fewshot_config", *absent))
+        return replaced
+
+    def rows(self, cache: Path) -> dict[str, int]:
+        """Return the number of rows of each file, whose fields are checked.
+
+        Raises:
+            DataError: a file cannot be read, has no rows, or lacks a field.
+        """
+        return {split: self._rows(path, cache) for split, path in self.files.items()}
+
+    def digests(self) -> dict[str, dict[str, str]]:
+        """Return the path and SHA-256 digest of each file, by split."""
+        return {
+            split: {"file": str(path), "sha256": content_digest(path)}
+            for split, path in self.files.items()
+        }
+
+    def _rows(self, path: Path, cache: Path) -> int:
+        import datasets
+
+        try:
+            table = datasets.load_dataset(
+                _SUFFIXES[path.suffix], data_files=str(path), cache_dir=str(cache), split="train"
+            )
+        except Exception as error:  # of several packages, which read damaged files
+            reason = error.__cause__ or error
+            raise DataError(f"{path}: cannot be read as rows ({_short(reason)})") from None
+        if not len(table):
+            raise DataError(f"{path}: has no rows")
+        for field in self.fields:
+            if field not in table.column_names:
+                raise DataError(
+                    f"{path}: has no field {field!r}, which the task {self.task.name} reads; it "
+                    f"has {_listed(table.column_names)}"
+                )
+            if empty := table.data.column(field).null_count:
+                row = table[field][:].index(None) + 1
+                raise DataError(
+                    f"{path}: row {row} has no field {field!r}, which the task {self.task.name} "
+                    f"reads; {empty} of {len(table)} rows lack it"
+                )
+        return len(table)
+
+    def _find(self, split: str) -> Path | None:
+        for folder in self.folders:
+            candidates = (folder / f"{split}{suffix}" for suffix in _SUFFIXES)
+            if found := [path for path in candidates if path.is_file()]:
+                if len(found) > 1:
+                    names = " and ".join(str(path) for path in found)
+                    raise DataError(f"{self.task.name}: {names} are the same split; remove one")
+                return found[0]
+        return None
+
+    def _missing(self, split: str) -> str:
+        places = " or ".join(dict.fromkeys(f"{folder}/{split}.jsonl" for folder in self.folders))
+        there = [path.name for folder in self.folders for path in sorted(folder.glob("*.*"))]
+        found = f"; there is {_listed(there)}" if there else ""
+        return (
+            f"{self.task.name}: no {places} (or .parquet){found}; graphtrain data tasks "
+            f"{self.root} {self.task.name} --script prints what fills it"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+
+
+def _short(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0][:300]

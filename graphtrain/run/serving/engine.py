@@ -1,0 +1,407 @@
+"""Engine of compiled programs: sequences in the slots of a KV cache on the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import lowering
+from graphtrain.cache import Cache
+from graphtrain.checkpoints.pruned import read_checkpoint
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import Run
+from graphtrain.config.serving_program import serving_program
+from graphtrain.errors import TrainingError
+from graphtrain.graphs.names import ADAPTER_RANKS, NO_TOKEN, ServingPurpose, graphs_for
+from graphtrain.models.attention.cache_layout import cache_layout
+from graphtrain.models.lora.trainable import ADAPTERS
+from graphtrain.run.programs import LoadedPrograms
+from graphtrain.run.serving.engine_protocol import SamplingParameters, TokenChoice
+from graphtrain.run.serving.request_arrays import request_arrays
+from graphtrain.run.serving.weights import check_step, load_weights
+from graphtrain.run.serving.written_positions import WrittenPositions
+from graphtrain.run.trained_tokenizer import check_trained_tokenizer
+from lowering.trees import Tree, flatten
+
+if TYPE_CHECKING:
+    from graphtrain.weights.named_adapters import NamedAdapter
+
+
+class CompiledEngine:
+    """Engine that loads its programs from the cache and compiles nothing.
+
+    A program is loaded on first use: the first answer waits only for those that it needs.
+    """
+
+    def __init__(
+        self,
+        program: ResolvedProgram,
+        graphs: LoadedPrograms,
+        parameters: Tree,
+        *,
+        weights_name: str,
+        vocab: int | None = None,
+        adapters: Sequence[NamedAdapter] = (),
+    ) -> None:
+        """Make the weights and the KV cache on the devices.
+
+        Args:
+            program: The program that generates.
+            graphs: Its compiled graphs.
+            parameters: Parameters, as `serve_init` takes them.
+            weights_name: What the weights are, for error messages.
+            vocab: Number of tokens of the tokenizer; others are not generated. None: all.
+            adapters: LoRA adapters beside the weights, for which the program has room.
+        """
+        self._program, self._graphs = program, graphs
+        self._serve = program.settings.serve
+        self.vocab = min(vocab or program.model.vocab, program.model.vocab)
+        self._has_decode_one = "decode_one" in graphs.keys
+        self._backend = lowering.backend(program.target)
+        self._adapters = adapters
+        self._ranks: dict[str, tuple[int, int]] = {}  # begin and end of each adapter's
+        if adapters:
+            from graphtrain.weights.named_adapters import rank_intervals
+
+            self._ranks = rank_intervals(adapters)
+        self._weights: Tree
+        self._state: Tree
+        self._load(parameters, weights_name)
+        self._active = np.zeros(self.slots, bool)
+        shortest = self._shortest_cache()
+        self._written = WrittenPositions(self.slots, self.context_length, self.chunk, shortest)
+        # KV cache, the tokens in it, and the adapter that computed it
+        self._scored: tuple[Tree | None, list[int], str | None] = None, [], None
+        self._scored_positions = WrittenPositions(1, self.context_length, self.chunk, shortest)
+
+    def _load(self, parameters: Tree, weights_name: str) -> None:
+        """Make the weights, with the factors of the adapters, and an empty state."""
+        graph, factors = self._graphs["serve_init"], []
+        with self._backend.forbid_tracing():
+            if self._takes_ranks:
+                from graphtrain.run.serving.adapters import load_adapters
+
+                described = graph.inputs(ADAPTERS)
+                factors = [load_adapters(self._adapters, self._program, described)]
+            outputs = graph(parameters, *factors)
+        self._weights, self._state = outputs["weights"], outputs["state"]
+        self._weights_name = weights_name
+
+    @property
+    def slots(self) -> int:
+        return self._serve.slots
+
+    @property
+    def beams(self) -> int:
+        return self._serve.beams
+
+    @property
+    def context_length(self) -> int:
+        return self._program.batch.seq_len
+
+    @property
+    def chunk(self) -> int:
+        return self._serve.prefill[-1]
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(self._ranks)
+
+    def replace_weights(self, read: Callable[[Tree], Tree], weights_name: str) -> None:
+        """Replace the weights by others of the same model; sequences in the slots are lost.
+
+        Args:
+            read: Returns parameters as described; called when the weights before are freed.
+            weights_name: What the weights are, for error messages.
+        """
+        nothing: Any = None  # also if a checkpoint cannot be read, and another one is
+        self._weights = self._state = nothing
+        self._scored = None, [], None  # by the weights before
+        self._load(read(self._graphs["serve_init"].inputs("parameters")), weights_name)
+        self._active[:] = False
+
+    def load_programs(self) -> Iterator[str]:
+        """Load the programs that were not used yet; yield the name of each when it is loaded."""
+        for name in self._graphs.keys:
+            self._graphs[name]
+            yield name
+
+    def is_active(self, slot: int) -> bool:
+        return bool(self._active[slot])
+
+    def release(self, slot: int) -> None:
+        self._active[slot] = False
+
+    def prefill(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        offset: int,
+        sampling: SamplingParameters | None = None,
+        *,
+        prompt: Sequence[int] = (),
+        adapter: str | None = None,
+    ) -> TokenChoice | None:
+        assert self.can_reuse(slot, offset), f"slot {slot} has overwritten what is before {offset}"
+        size = self._size(len(tokens), offset)
+        if len(tokens) > size:  # no larger program fits before the end of the context
+            self.prefill(slot, tokens[:size], offset, adapter=adapter)
+            offset, rest = offset + size, tokens[size:]
+            return self.prefill(slot, rest, offset, sampling, prompt=prompt, adapter=adapter)
+        graph = self._graphs[f"prefill_{size}"]
+        request = request_arrays(
+            sampling or SamplingParameters(), prompt, self._program.model.vocab, self.vocab
+        )
+        request |= self._adapter_ranks(adapter)
+        with self._backend.forbid_tracing():
+            outputs = graph(
+                self._weights,
+                self._state,
+                self._to_devices(graph, "tokens", _padded(tokens, size)[None]),
+                *map(np.int32, (len(tokens), slot, offset, sampling is not None)),
+                self._to_devices(graph, "request", request),
+            )
+        self._state = outputs["state"]
+        self._written.prefill(slot, offset, len(tokens), size)
+        if sampling is None:
+            self._active[slot] = False
+            return None
+        choices = self._to_host(outputs["choice"])
+        choice = self._choice(choices, 0)
+        # The same conditions as in the program, which keeps the slot active or not.
+        self._active[slot] = (
+            choice.token not in sampling.stop_tokens
+            and sampling.max_tokens > 1
+            and offset + len(tokens) < self.context_length
+        )
+        return choice
+
+    def decode(self) -> list[list[TokenChoice]]:
+        chosen: list[list[TokenChoice]] = [[] for _ in range(self.slots)]
+        slots = np.flatnonzero(self._active)
+        if not len(slots):
+            return chosen
+        with self._backend.forbid_tracing():
+            if self._has_decode_one and len(slots) == 1:
+                graph, slot = self._graphs["decode_one"], np.int32(slots[0])
+                outputs = graph(self._weights, self._state, slot)
+            else:
+                graph, slots = self._graphs["decode"], np.arange(self.slots)
+                enabled = self._to_devices(graph, "enabled", self._active.astype(np.int32))
+                outputs = graph(self._weights, self._state, enabled)
+        self._state = outputs["state"]
+        active = self._to_host(outputs["active"])
+        choices = self._to_host(outputs["choices"])
+        for row, slot in enumerate(slots):
+            by_row = {name: array[:, row] for name, array in choices.items()}
+            count = int((by_row["token"] != NO_TOKEN).sum())
+            self._written.decode(int(slot), count)
+            chosen[slot] = [self._choice(by_row, index) for index in range(count)]
+            self._active[slot] = bool(active[row])
+        return chosen
+
+    def decode_beams(
+        self, parents: Sequence[int], tokens: Sequence[int], position: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        graph = self._graphs["decode_beams"]
+        rows = graph.inputs("parents").shape[0]
+        inputs = {
+            "parents": _padded(parents, rows),
+            "tokens": _padded(tokens, rows),
+        }
+        with self._backend.forbid_tracing():
+            outputs = graph(
+                self._weights,
+                self._state,
+                *(self._to_devices(graph, name, array) for name, array in inputs.items()),
+                np.int32(position),
+                np.int32(self.vocab),
+            )
+        self._state, candidates = outputs["state"], self._to_host(outputs["candidates"])
+        self._written.decode_beams(inputs["parents"].tolist(), position)
+        log_probs = candidates["log_prob"][: len(tokens)]
+        if not np.isfinite(log_probs[:, 0]).all():
+            raise self._not_finite()
+        return candidates["token"][: len(tokens)], log_probs
+
+    def copy_prefix(self, source: int, destination: int, length: int) -> None:
+        assert self.can_reuse(source, length), f"slot {source} has overwritten what is copied"
+        # All positions are copied; those beyond `length` are overwritten before they are seen.
+        graph = self._graphs["copy_prefix"]
+        with self._backend.forbid_tracing():
+            self._state = graph(self._state, np.int32(source), np.int32(destination))["state"]
+        self._active[destination] = False
+        self._written.copy(source, destination)
+
+    def can_reuse(self, slot: int, length: int) -> bool:
+        return self._written.can_reuse(slot, length)
+
+    def score(
+        self, tokens: Sequence[int], begin: int = 0, *, adapter: str | None = None
+    ) -> list[TokenChoice | None]:
+        first, inputs = max(begin, 1), list(tokens[:-1])
+        (cache, held, held_by), self._scored = self._scored, (None, [], None)
+        offset = min(_common_length(held, inputs), first - 1)
+        if held_by != adapter or not self._scored_positions.can_reuse(0, offset):
+            offset = 0
+        scored: list[TokenChoice | None] = [] if begin else [None]
+        with self._backend.forbid_tracing():
+            while offset < len(inputs):
+                rest = inputs[offset : offset + self.chunk]
+                size = self._size(len(rest), offset)
+                rest = rest[:size]
+                graph = self._graphs[f"score_{size}"]
+                cache = self._empty(graph, "kv_cache") if cache is None else cache
+                targets = tokens[offset + 1 : offset + 1 + len(rest)]
+                outputs = graph(
+                    self._weights,
+                    cache,
+                    self._to_devices(graph, "tokens", _padded(rest, size)[None]),
+                    self._to_devices(graph, "targets", _padded(targets, size)),
+                    np.int32(offset),
+                    *(
+                        self._to_devices(graph, name, ranks)
+                        for name, ranks in self._adapter_ranks(adapter).items()
+                    ),
+                )
+                cache, choices = outputs["kv_cache"], self._to_host(outputs["choices"])
+                wanted = range(max(0, first - 1 - offset), len(rest))
+                scored += [self._choice(choices, index) for index in wanted]
+                self._scored_positions.prefill(0, offset, len(rest), size)
+                offset += len(rest)
+        if begin:  # the next text may share a prefix; otherwise nothing is kept on the devices
+            self._scored = cache, inputs, adapter
+        return scored
+
+    @property
+    def _takes_ranks(self) -> bool:
+        """Return whether the programs have adapters, loaded or not."""
+        return self._serve.total_adapter_rank > 0
+
+    def _adapter_ranks(self, adapter: str | None) -> dict[str, np.ndarray]:
+        """Return the input that chooses an adapter, or the base; none if there are no adapters."""
+        interval = (0, 0) if adapter is None else self._ranks[adapter]
+        return {ADAPTER_RANKS: np.array(interval, np.int32)} if self._takes_ranks else {}
+
+    def _size(self, count: int, offset: int) -> int:
+        """Return the size of the program that processes `count` tokens, or the first of them."""
+        room = self.context_length + self._serve.prefill[0] - offset
+        sizes = [size for size in self._serve.prefill if size <= room]
+        padded = next((size for size in sizes if size >= count), sizes[-1])
+        # Rather two calls than one of which more than a third is padding.
+        whole = [size for size in sizes if size <= count]
+        return whole[-1] if whole and padded * 2 > count * 3 else padded
+
+    def _choice(self, choices: dict[str, np.ndarray], index: int) -> TokenChoice:
+        token, log_prob = int(choices["token"][index]), float(choices["log_prob"][index])
+        if np.isnan(log_prob) or not np.isfinite(choices["top_log_probs"][index][0]):
+            raise self._not_finite()
+        top = zip(
+            choices["top"][index].tolist(), choices["top_log_probs"][index].tolist(), strict=True
+        )
+        return TokenChoice(token, log_prob, tuple(top))
+
+    def _not_finite(self) -> TrainingError:
+        return TrainingError(
+            f"the weights of {self._weights_name} give logits that are not finite, so no token "
+            "can be chosen; they contain values that are not finite, or overflow "
+            "program.model.dtype. Use another checkpoint (--step), convert the weights again, "
+            'or set program.serve.dtype = "float32"'
+        )
+
+    def _shortest_cache(self) -> int:
+        """Return the number of positions of the layer that caches the fewest."""
+        axis = cache_layout(self._program.target).key.index("k")
+        caches = flatten(self._state["kv_cache"])
+        return min(array.shape[axis] for path, array in caches.items() if path.endswith("/key"))
+
+    def _to_devices(self, graph: Any, name: str, value: Any) -> Tree:
+        return self._backend.to_devices(value, graph.inputs(name))
+
+    def _to_host(self, tree: Any) -> Any:
+        import jax
+
+        return jax.tree.map(np.asarray, self._backend.checkpoint_arrays(tree))
+
+    def _empty(self, graph: Any, name: str) -> Tree:
+        import jax
+
+        described = graph.inputs(name)
+        zeros = jax.tree.map(lambda array: np.zeros(array.shape, array.dtype), described)
+        return self._backend.to_devices(zeros, described)
+
+
+def open_engine(
+    program: ResolvedProgram,
+    run: Run,
+    cache: Cache,
+    *,
+    step: int | None,
+    compile_hint: str,
+    vocab: int | None = None,
+    purpose: ServingPurpose = "serve",
+    adapters: Sequence[NamedAdapter] = (),
+) -> CompiledEngine:
+    """Look up the programs, and load the weights of a run onto the devices.
+
+    Args:
+        program: The program that was trained.
+        run: The run whose weights are used.
+        cache: Cache of compiled programs.
+        step: Step of the checkpoint; None for the last, or for run.init_from if there is none.
+        compile_hint: What compiles missing programs, for the error message.
+        vocab: Number of tokens of the tokenizer; others are not generated. None: all.
+        purpose: Generate one sequence, a batch of many, evaluate tasks, or serve.
+        adapters: LoRA adapters to serve beside the weights, as open_adapters returns them.
+
+    Raises:
+        MissingProgram: a program is not compiled.
+        TrainingError: there are no weights.
+        DataError: the training data was prepared with another tokenizer since.
+    """
+    check_step(run, step)
+    check_trained_tokenizer(run, step)
+    served, names = graphs_for(program, purpose)
+    graphs = LoadedPrograms(served, cache, names, compile_hint)
+    with lowering.backend(served.target).forbid_tracing():
+        described = graphs["serve_init"].inputs("parameters")
+        read, parameters = read_checkpoint(
+            Path(run.directory) / "checkpoints",
+            step,
+            lambda step: load_weights(program, run, served, described, step),
+        )
+    name = run.init_from if read is None else f"{run.directory}/checkpoints/{read}"
+    return CompiledEngine(
+        served, graphs, parameters, weights_name=str(name), vocab=vocab, adapters=adapters
+    )
+
+
+def load_checkpoint(engine: CompiledEngine, program: ResolvedProgram, run: Run, step: int) -> None:
+    """Replace the weights of an engine by those of another checkpoint of its run.
+
+    Raises:
+        TrainingError: the checkpoint is damaged, or was deleted.
+    """
+    served = serving_program(program)
+    directory = Path(run.directory) / "checkpoints"
+    engine.replace_weights(
+        lambda described: read_checkpoint(
+            directory, step, lambda step: load_weights(program, run, served, described, step)
+        )[1],
+        f"{directory}/{step}",
+    )
+
+
+def _padded(tokens: Sequence[int], size: int) -> np.ndarray:
+    padded = np.zeros(size, np.int32)
+    padded[: len(tokens)] = tokens
+    return padded
+
+
+def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the number of tokens at the beginning that two sequences share."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
