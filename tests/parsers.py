@@ -22,7 +22,6 @@ from graphtrain.cache import Cache
 from graphtrain.cache.bundles import KEYS_FILE
 from graphtrain.cache.bundles import read as read_bundle
 from graphtrain.cache.key import CacheKey
-from graphtrain.cache.leases import LeaseTiming
 from graphtrain.checkpoints.checkpoint import check_same_model, read_checkpoint_info
 from graphtrain.checkpoints.manifest import verify_files, write_manifest
 from graphtrain.checkpoints.strategy import read_json as read_strategy
@@ -44,6 +43,7 @@ from graphtrain.planning.assess import estimate
 from graphtrain.planning.lock import lock_diff, lock_text, read_lock
 from graphtrain.run.loss_curve import loss_curve
 from graphtrain.run.metrics import Journal, good_steps, read_journal
+from graphtrain.run.prompt_file import read_prompt_file
 from graphtrain.run.resume import Resumption, identity_of
 from graphtrain.torch_xla.graphs import read_extraction
 from graphtrain.weights.base import _read_record
@@ -51,11 +51,11 @@ from graphtrain.weights.convert import read_config
 from graphtrain.weights.families import FAMILIES, family_of_config
 from graphtrain.weights.files import open_weight_files
 from graphtrain.weights.hf_record import record_hf_files, verify_hf_files
-from graphtrain.weights.peft import _read as read_adapter_config
-from graphtrain.weights.peft import _scale
+from graphtrain.weights.peft import peft_scale, read_adapter_config
 from graphtrain.weights.sources import ConvertedFolder
 from graphtrain.weights.writer import SafetensorsWriter
 from lowering.artifact import Artifact
+from lowering.machine.leases import LeaseTiming
 from lowering.neuron.persistent_cache import flags
 from sharding_rules.rules import Rules
 
@@ -475,6 +475,16 @@ def _read_extraction(directory: Path) -> None:
     extracted_graphs(read_extraction(directory), None)
 
 
+def _write_prompts(directory: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    prompts = ["a", {"prompt": "b", "id": 3}, {"messages": messages}]
+    (directory / "a.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in prompts))
+
+
+def _read_prompts(directory: Path) -> None:
+    read_prompt_file(directory / "a.jsonl")
+
+
 def _write_records(directory: Path) -> None:
     (directory / "base.json").write_text(
         json.dumps({"folder": "/a", "files": {"a": {"size": 1, "modified_ns": 2, "sha256": "x"}}})
@@ -491,7 +501,7 @@ def _write_adapter(directory: Path) -> None:
 
 
 def _read_adapter(directory: Path) -> None:
-    _scale(read_adapter_config(directory), "model.layers.0.q_proj", 4)
+    peft_scale(read_adapter_config(directory), "model.layers.0.q_proj", 4)
 
 
 def _write_jobs(directory: Path) -> None:
@@ -541,6 +551,7 @@ PARSERS = {
     "extraction": Parser(_write_extraction, _read_extraction),
     "base.json": Parser(_write_records, _read_record),
     "adapter_config.json": Parser(_write_adapter, _read_adapter),
+    "prompts": Parser(_write_prompts, _read_prompts),
     "jobs.json": Parser(_write_jobs, status),
     "compile_flags.json": Parser(_write_flags, flags.read),
 }  # fmt: skip

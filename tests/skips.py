@@ -26,6 +26,7 @@ NEEDS = [
     (r"a kernel without huge pages|a kernel before Linux 6\.1", "a feature of the kernel", True),
     (r"needs torch-xla", "an environment of its own: torch-xla needs another torch", True),
     (r"needs root and apt-get install slurm|no Chromium", "root, to install them", USER),
+    (r"needs a filter of system calls", "Linux", sys.platform != "linux"),
     (r"libtpu", "x86-64, the only processor with a TPU compiler", PROCESSOR),
     (r"graphtrain\[ascend\]", "Python before 3.13, for MindSpore", sys.version_info >= (3, 13)),
 ]

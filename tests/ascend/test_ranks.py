@@ -3,6 +3,8 @@
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import psutil
@@ -10,7 +12,7 @@ import pytest
 
 from lowering.ascend import launch
 from lowering.ascend.ranks import Ranks
-from lowering.errors import LoweringError
+from lowering.errors import LoweringError, PeerLost
 
 HOST = """
 from lowering.ascend import launch
@@ -22,10 +24,20 @@ while True:
 """
 
 
+EARLIER: set[psutil.Process] = set()  # ranks of an engine live as long as this process
+
+
+@pytest.fixture(autouse=True)
+def leave_out_earlier():
+    EARLIER.update(psutil.Process().children())
+    yield
+    EARLIER.clear()
+
+
 def children(pid: int | None = None) -> dict[str, psutil.Process]:
-    """Processes that were started for ranks, by rank or role."""
+    """Processes that were started for ranks by a test, by rank or role."""
     found = {}
-    for one in psutil.Process(pid).children():
+    for one in set(psutil.Process(pid).children()) - EARLIER:
         told = one.environ()
         if "GRAPHTRAIN_RANK_HOST" in told:
             is_rank = "GRAPHTRAIN_RANK_PIPE" in told
@@ -46,6 +58,18 @@ def test_a_rank_that_is_killed_is_named_and_ends_all(mindspore):
         ranks.call("forget", lambda rank: [[]])
     assert not psutil.wait_procs(started.values(), timeout=10)[1]
     ranks.close()
+
+
+def test_a_rank_that_is_killed_before_all_have_started_is_named(mindspore):
+    def kill() -> None:
+        while "1" not in (started := children()):
+            time.sleep(0.01)
+        started["1"].kill()
+
+    threading.Thread(target=kill, daemon=True).start()
+    with pytest.raises(PeerLost, match=r"^rank 1 has ended \(SIGKILL: .* before all ranks had"):
+        Ranks(launch.agree_on_cluster(2, ""), "CPU")
+    assert not children()
 
 
 @pytest.mark.parametrize("begun", [False, True])

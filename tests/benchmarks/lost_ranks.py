@@ -11,14 +11,16 @@ evaluates. Cases:
 
 A trial is good if every other process ends in time with the status of its case, one line that
 names the rank, and no other line: no traceback, no words of Gloo, XLA, TensorStore or MindSpore.
-The limits of the watchdog are low, so that trials are short (--step-timeout, --phase-timeout).
+A rank that is lost in a step leaves the Python stacks of all others. The limits of the watchdog are
+low, so that trials are short (--step-timeout, --phase-timeout, --join-timeout).
 
-    python tests/benchmarks/lost_ranks.py [--targets cpu:2x1 cpu:4x1 ascend-cpu:2] [--parallel 3]
+    python tests/benchmarks/lost_ranks.py [--targets cpu:2x1 cpu:4x1 ascend-cpu:2] [--parallel 2]
 """
 
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -95,22 +97,26 @@ class Trial:
     moment: Moment
 
 
-def random_trial(machine: Machine, case: str, start: float, pick: random.Random) -> Trial:
-    """Choose a rank and a moment."""
+def random_trial(
+    machine: Machine, case: str, start: float, last_step: int, pick: random.Random
+) -> Trial:
+    """Choose a rank, and a moment in the start of the run or up to a step."""
     # A process with MindSpore ranks reads data and writes files for all of them.
-    ranks = 1 if machine.is_ascend and case in ("block", "disk") else machine.devices
+    of_devices = machine.is_ascend and case in ("kill", "stop")
+    ranks = machine.devices if of_devices else machine.processes
     is_early = pick.random() < 0.25
     moment = (
         Moment(pick.uniform(0, start))
         if is_early
-        else Moment(pick.uniform(0, 0.2), pick.randint(2, 30))
+        else Moment(pick.uniform(0, 0.2), pick.randint(2, last_step))
     )
-    ranks = ranks if machine.is_ascend else machine.processes
     return Trial(machine, case, pick.randrange(ranks), moment)
 
 
-def take(trials: Trials, trial: Trial, number: str, limits: list[str], timeout: float) -> list[str]:
-    """Take a trial; return what was wrong with it."""
+def take(
+    trials: Trials, trial: Trial, number: str, limits: list[str], timeout: float
+) -> tuple[list[str], float]:
+    """Take a trial; return what was wrong with it, and the seconds until all processes ended."""
     place = trials.place(number)
     full, marker = place.path / "disk-is-full", place.path / "blocked"
     words = [word for setting in STEPS + limits for word in ("--set", setting)]
@@ -128,7 +134,7 @@ def take(trials: Trials, trial: Trial, number: str, limits: list[str], timeout: 
     try:
         ranks = disturb(trial, running, full, marker)
         if ranks is None:
-            return ["the run did not reach the moment"]
+            return ["the run did not reach the moment"], 0.0
         return judge(trial, number, running, ranks, timeout)
     finally:
         running.kill()
@@ -144,7 +150,7 @@ def disturb(trial: Trial, running: Running, full: Path, marker: Path) -> list[in
     """Disturb the run; return the ranks whose processes must end."""
     everyone = list(range(len(running.processes)))
     if trial.case == "block":
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not marker.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         return everyone if marker.exists() else None
@@ -162,9 +168,9 @@ def disturb(trial: Trial, running: Running, full: Path, marker: Path) -> list[in
 
 def signal_mindspore_rank(trial: Trial, running: Running) -> bool:
     """Signal a rank; a moment in the start counts from when its process is there."""
-    first, deadline = running.processes[0].process, time.monotonic() + 120
-    while len(pids := mindspore_ranks(first.pid)) < trial.machine.devices:
-        if first.poll() is not None or time.monotonic() > deadline:
+    hosts, deadline = [each.process for each in running.processes], time.monotonic() + 300
+    while len(pids := mindspore_ranks([host.pid for host in hosts])) < trial.machine.devices:
+        if any(host.poll() is not None for host in hosts) or time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     mindspore_pids[id(running)] = pids
@@ -174,8 +180,10 @@ def signal_mindspore_rank(trial: Trial, running: Running) -> bool:
     return True
 
 
-def judge(trial: Trial, name: str, running: Running, ranks: list[int], timeout: float) -> list[str]:
-    """Wait for the end of the run; return what was wrong."""
+def judge(
+    trial: Trial, name: str, running: Running, ranks: list[int], timeout: float
+) -> tuple[list[str], float]:
+    """Wait for the end of the run; return what was wrong, and the seconds until it ended."""
     since = time.monotonic()
     running.wait(ranks, timeout)
     expected = USER_ERROR if trial.case == "disk" else LOST
@@ -195,10 +203,22 @@ def judge(trial: Trial, name: str, running: Running, ranks: list[int], timeout: 
             trial.case == "disk" and each.rank == trial.victim
         ):
             wrong.append(f"{who} does not name rank {trial.victim}: {messages}")
+    if expected == LOST and trial.moment.step is not None:
+        wrong += [f"no stacks of rank {rank}" for rank in without_stacks(trial, running.path)]
     left = [pid for pid in mindspore_pids.get(id(running), {}).values() if exists(pid)]
     if left:
         wrong.append(f"ranks of MindSpore are left: {left}")
-    return wrong
+    ends = [running.processes[rank].ended_at or since + timeout for rank in ranks]
+    return wrong, max(ends) - since
+
+
+def without_stacks(trial: Trial, path: Path) -> list[int]:
+    """Return the ranks whose Python stacks are missing. A lost rank cannot write any."""
+    machine = trial.machine
+    ranks = range(machine.devices if machine.is_ascend else machine.processes)
+    lost = [trial.victim] if trial.case in ("kill", "stop") else []
+    stacks = path / "run" / "stacks"
+    return [r for r in ranks if r not in lost and not (stacks / f"rank-{r}.txt").exists()]
 
 
 def say(line: str) -> None:
@@ -210,13 +230,14 @@ def main() -> int:
     limits = [
         f"run.watchdog.step_timeout={options.step_timeout}",
         f"run.watchdog.phase_timeout={options.phase_timeout}",
+        f"run.watchdog.join_timeout={options.join_timeout}",
     ]
     trials = make_trials(options.directory)
     library = trials.root / "full_disk.so"
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(_LIBRARY), "-ldl"], check=True
     )
-    counts: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter] = {}
     for machine in map(Machine, options.targets):
         trials.compile(machine)
         start = healthy_start_seconds(trials, machine, ["--set", "run.steps=100000"])
@@ -224,20 +245,22 @@ def main() -> int:
         numbers = range(options.first, options.first + options.times)
         chosen = list(itertools.product(options.cases, numbers))
 
-        def one(case: str, index: int, machine: Machine = machine, start: float = start) -> bool:
+        def one(
+            case: str, index: int, machine: Machine = machine, start: float = start
+        ) -> tuple[bool, float]:
             pick = random.Random(f"{options.seed} {machine.target} {case} {index}")
-            trial = random_trial(machine, case, start, pick)
+            trial = random_trial(machine, case, start, options.last_step, pick)
             name = f"{machine.target}-{case}-{options.seed}-{index}".replace(":", "-")
-            wrong = take(trials, trial, name, limits, options.timeout)
+            wrong, seconds = take(trials, trial, name, limits, options.timeout)
             say(f"{name}: rank {trial.victim}, {trial.moment}: {'; '.join(wrong) or 'good'}")
-            return not wrong
+            return not wrong, seconds
 
         with ThreadPoolExecutor(options.parallel) as pool:
-            for (case, _), good in zip(
-                chosen, pool.map(one, *zip(*chosen, strict=True)), strict=True
-            ):
-                count = counts.setdefault(f"{machine.target} {case}", Counter())
+            results = pool.map(one, *zip(*chosen, strict=True))
+            for (case, _), (good, seconds) in zip(chosen, results, strict=True):
+                count = counts.setdefault(f"{machine.target} {case}", Counter(good=0, wrong=0))
                 count["good" if good else "wrong"] += 1
+                count["slowest_seconds"] = max(count["slowest_seconds"], math.ceil(seconds))
     print(json.dumps(counts, indent=2))
     return 1 if any(count["wrong"] for count in counts.values()) else 0
 
@@ -250,8 +273,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="number of the first trial")
     parser.add_argument("--parallel", type=int, default=1, help="trials at a time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--last-step", type=int, default=30, help="of the moments")
     parser.add_argument("--step-timeout", type=float, default=8.0)
     parser.add_argument("--phase-timeout", type=float, default=45.0)
+    parser.add_argument("--join-timeout", type=float, default=45.0)
     parser.add_argument("--timeout", type=float, default=90.0, help="seconds to end")
     parser.add_argument("--directory", type=Path, help="for the trials; kept")
     return parser.parse_args()

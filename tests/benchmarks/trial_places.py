@@ -1,5 +1,6 @@
 """Places in which trials of interruptions run: a small model, its data and programs, made once."""
 
+import itertools
 import re
 import socket
 import subprocess
@@ -16,6 +17,11 @@ sys.path.insert(0, str(ROOT / "tests" / "run"))
 from places import PROGRESS, Place, furnish  # pyright: ignore[reportMissingImports]
 
 _STEP = re.compile(r"step (\d+)/")
+# Progress of a compilation, which is no message.
+_COMPILING = re.compile(
+    r"compiling missing graphs: "
+    r"|\w+: (queued|starting|tracing|compil|storing|cached|waiting|attempt)"
+)
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,15 @@ class Process:
     def messages(self) -> list[str]:
         """What it said besides its steps; MindSpore and Gloo say nothing on stderr."""
         lines = self.err.read_text().splitlines()
-        return [line[:500] for line in lines if line and not line.startswith(PROGRESS)]
+        lines = [line for line in lines if line and not line.startswith(PROGRESS)]
+        return [line[:500] for line in lines if not _COMPILING.match(line)]
 
 
 @dataclass
 class Running:
     """A run: its processes by rank."""
 
+    path: Path
     processes: list[Process] = field(default_factory=list)
 
     def wait(self, ranks: Sequence[int], timeout: float) -> None:
@@ -85,7 +93,7 @@ class Running:
                 return
             time.sleep(0.05)
 
-    def wait_for_step(self, step: int, timeout: float = 120) -> bool:
+    def wait_for_step(self, step: int, timeout: float = 300) -> bool:
         """Wait until rank 0 has reported a step; return whether it did before the run ended."""
         first, deadline = self.processes[0], time.monotonic() + timeout
         while first.step() < step and time.monotonic() < deadline:
@@ -154,7 +162,7 @@ def begin(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
-    count, running = machine.processes, Running()
+    count, running = machine.processes, Running(place.path)
     for rank in range(count):
         options = ["--coordinator", meeting, "--processes", str(count), "--rank", str(rank)]
         start = (python or {}).get(rank, ["-m", "graphtrain"])
@@ -173,14 +181,10 @@ def begin(
     return running
 
 
-def mindspore_ranks(parent: int) -> dict[int, int]:
-    """Process ids of the MindSpore ranks that a process has started, by rank."""
+def mindspore_ranks(parents: Sequence[int]) -> dict[int, int]:
+    """Process ids of the MindSpore ranks that some processes have started, by rank."""
     found = {}
-    try:
-        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    except OSError:
-        return found
-    for child in children:
+    for child in itertools.chain.from_iterable(map(_children, parents)):
         try:
             lines = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
         except OSError:
@@ -189,6 +193,13 @@ def mindspore_ranks(parent: int) -> dict[int, int]:
         if "GRAPHTRAIN_RANK_PIPE" in environment:
             found[int(environment["RANK_ID"])] = int(child)
     return found
+
+
+def _children(parent: int) -> list[str]:
+    try:
+        return Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    except OSError:
+        return []
 
 
 def exists(pid: int) -> bool:

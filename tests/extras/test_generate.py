@@ -10,56 +10,36 @@ import tokenizers
 import torch
 import transformers
 from click.testing import CliRunner
+from random_models import GEMMA2, GPT2, LLAMA, config_of, save_model
 
 from graphtrain.cache import Cache
 from graphtrain.cli.generate import command
 from graphtrain.config import render
 from graphtrain.config.resolve import resolve
-from graphtrain.config.schema import Adapter, Batch, Config, Data, Mesh, Program, Run
+from graphtrain.config.schema import (
+    Adapter,
+    Batch,
+    Config,
+    Data,
+    Mesh,
+    Program,
+    Run,
+    Serve,
+    TorchModel,
+)
+from graphtrain.config.serving_program import serving_program
 from graphtrain.data.prepare.text import prepare
 from graphtrain.data.tokenizers.huggingface import train_bpe
 from graphtrain.errors import GraphtrainError
-from graphtrain.run.generate import Generator, Sampling, generation_program, sample_token
-from graphtrain.weights.convert import import_hugging_face
-from graphtrain.weights.sources import ConvertedFolder
+from graphtrain.run.generate import generate_tokens, open_generator
+from graphtrain.run.serving.engine import CompiledEngine
+from graphtrain.run.serving.engine_protocol import SamplingParameters
 
-LLAMA = transformers.LlamaConfig(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=257,
-    initializer_range=0.3,
-)
-GPT2 = transformers.GPT2Config(
-    n_embd=32, n_layer=2, n_head=4, n_positions=96, vocab_size=257, initializer_range=0.3
-)
-
-
-def config_of(path: Path, source: transformers.PretrainedConfig, **mesh) -> Config:
-    """A run on 8 devices that would start from a model with random weights."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(source)
-    model.save_pretrained(path / "source")
-    import_hugging_face(path / "source", path / "ours", lambda done, count: None)
-    settings = dataclasses.replace(ConvertedFolder(path / "ours").model, dtype="float32", vocab=264)
-    program = Program(
-        target="cpu:8",
-        mesh=Mesh(**mesh),
-        model=settings,
-        batch=Batch(global_batch_size=4, seq_len=96),
-    )
-    run = Run(
-        directory=str(path / "run"), steps=1, data=Data(train="data"), init_from=str(path / "ours")
-    )
-    return Config(program=program, run=run)
-
-
-# A prompt of more than one part of 64, and one of less.
+# A prompt of several chunks, and short ones; a mesh of one kind, of three, and a pipeline.
 CASES = {
     "llama": (LLAMA, {"data": 2, "fsdp": 2, "tensor": 2}, 70),
     "gpt2": (GPT2, {"fsdp": 2, "tensor": 4}, 9),
+    "pipeline": (LLAMA, {"stage": 2, "data": 4}, 1),
 }
 
 
@@ -68,62 +48,97 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
     return Cache(tmp_path_factory.mktemp("cache"))
 
 
+def greedy_text(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """The tokens that transformers generates."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    settings = transformers.GenerationConfig(
+        max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
+    tokens = torch.tensor([prompt])
+    made = model.generate(tokens, settings, attention_mask=torch.ones_like(tokens))
+    return made[0, len(prompt) :].tolist()
+
+
+def engine_of(config: Config, cache: Cache) -> CompiledEngine:
+    program = resolve(config.program)
+    return open_generator(program, config.run, cache, lambda label, stage: None, None, 257)
+
+
+def greedy(count: int, **settings) -> SamplingParameters:
+    return SamplingParameters(temperature=0.0, max_tokens=count, **settings)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_best_tokens_are_those_of_transformers(name, cache, tmp_path):
     source, mesh, length = CASES[name]
     config = config_of(tmp_path, source, **mesh)
     prompt = np.random.default_rng(0).integers(0, 257, length).tolist()
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source")
-    settings = transformers.GenerationConfig(
-        max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None
-    )
-    tokens = torch.tensor([prompt])
-    made = model.generate(tokens, settings, attention_mask=torch.ones_like(tokens))
-    want = made[0, length:].tolist()
-    generator = Generator(
-        resolve(config.program), config.run, cache, lambda label, stage: None, None
-    )
-    greedy = Sampling(temperature=0.0)
-    assert list(generator.tokens(prompt, 24, greedy, 257)) == want
+    want = greedy_text(tmp_path / "source", prompt, 24)
+    engine = engine_of(config, cache)
+    assert list(generate_tokens(engine, prompt, greedy(24))) == want
     assert len(set(want)) > 3  # it does not repeat itself
     # Beyond the context of 96 tokens it goes on from the later half; a second prompt does not see
     # the first.
-    text = [*prompt, *generator.tokens(prompt, 96 - length + 9, greedy, 257)]
-    assert text[97:] == list(generator.tokens(text[97 - 48 : 97], 8, greedy, 257))
+    text = [*prompt, *generate_tokens(engine, prompt, greedy(96 - length + 9))]
+    assert text[97:] == list(generate_tokens(engine, text[97 - 48 : 97], greedy(8)))
     long = np.random.default_rng(1).integers(0, 257, 200).tolist()
-    assert list(generator.tokens(long, 1, greedy, 257)) == list(
-        generator.tokens(long[-95:], 1, greedy, 257)
+    assert list(generate_tokens(engine, long, greedy(1))) == list(
+        generate_tokens(engine, long[-95:], greedy(1))
     )
-    drawn = Sampling(temperature=1.0, top_k=50, seed=3)
-    first, second = (list(generator.tokens(prompt, 9, drawn, 257)) for _ in range(2))
+    drawn = SamplingParameters(temperature=1.0, top_k=50, seed=3, max_tokens=9)
+    first, second = (list(generate_tokens(engine, prompt, drawn)) for _ in range(2))
     assert first == second != want[:9]
     with pytest.raises(GraphtrainError, match="the prompt is empty"):
-        next(generator.tokens([], 1, greedy, 257))
+        next(generate_tokens(engine, [], greedy(24)))
 
 
-def test_tokens_are_drawn_by_their_shares():
-    scores = np.log(np.array([0.1, 0.4, 0.2, 0.3]))
+def test_a_sequence_does_not_depend_on_those_beside_it(cache, tmp_path):
+    config = config_of(tmp_path, LLAMA, data=2, fsdp=2, tensor=2)
+    engine = engine_of(config, cache)
     random = np.random.default_rng(0)
+    prompts = [random.integers(0, 257, length).tolist() for length in (1, 17, 60, 70)]
+    settings = [greedy(20), SamplingParameters(seed=1, max_tokens=20, top_p=0.9),
+                SamplingParameters(seed=2, max_tokens=7, min_p=0.01),
+                SamplingParameters(seed=1, max_tokens=20, repetition_penalty=1.3)]  # fmt: skip
+    alone = [
+        list(generate_tokens(engine, prompt, sampling))
+        for prompt, sampling in zip(prompts, settings, strict=True)
+    ]
+    assert alone[0] == greedy_text(tmp_path / "source", prompts[0], 20)
+    together: list[list[int]] = []
+    for slot, (prompt, sampling) in enumerate(zip(prompts, settings, strict=True)):
+        for offset in range(0, len(prompt), engine.chunk):
+            chunk = prompt[offset : offset + engine.chunk]
+            is_last = offset + engine.chunk >= len(prompt)
+            choice = engine.prefill(
+                slot, chunk, offset, sampling if is_last else None, prompt=prompt
+            )
+        together.append([choice.token])
+    while any(map(engine.is_active, range(4))):
+        for tokens, added in zip(together, engine.decode(), strict=False):
+            tokens += [choice.token for choice in added]
+    assert together == alone
 
-    def shares(**settings) -> np.ndarray:
-        sampling = Sampling(**{"temperature": 1.0} | settings)
-        drawn = [sample_token(scores, sampling, random) for _ in range(4000)]
-        return np.bincount(drawn, minlength=4) / 4000
 
-    np.testing.assert_allclose(shares(), [0.1, 0.4, 0.2, 0.3], atol=0.03)
-    np.testing.assert_allclose(shares(top_k=2), [0, 4 / 7, 0, 3 / 7], atol=0.03)
-    np.testing.assert_allclose(shares(top_p=0.69), [0, 4 / 7, 0, 3 / 7], atol=0.03)
-    np.testing.assert_allclose(shares(top_p=0.71), [0, 4 / 9, 2 / 9, 3 / 9], atol=0.03)
-    cold = np.array([0.1, 0.4, 0.2, 0.3]) ** 2
-    np.testing.assert_allclose(shares(temperature=0.5), cold / cold.sum(), atol=0.03)
-    assert shares(temperature=0.0).tolist() == [0, 1, 0, 0]
-    assert shares(top_k=9).tolist() != [0, 1, 0, 0]
+def test_an_imported_model_generates_what_transformers_does(cache, tmp_path):
+    save_model(tmp_path / "source", GEMMA2)
+    model = TorchModel(hf=str(tmp_path / "source"), dtype="float32")
+    program = Program(
+        target="cpu:8", mesh=Mesh(data=4, fsdp=2), model=model,
+        batch=Batch(global_batch_size=8, seq_len=96), serve=Serve(slots=2, prefill=(8, 32)),
+    )  # fmt: skip
+    run = Run(directory=str(tmp_path / "run"), steps=1, data=Data(train="data"),
+              init_from=str(tmp_path / "source"))  # fmt: skip
+    prompt = np.random.default_rng(0).integers(0, 257, 40).tolist()
+    want = greedy_text(tmp_path / "source", prompt, 24)
+    engine = engine_of(Config(program=program, run=run), cache)
+    assert list(generate_tokens(engine, prompt, greedy(24))) == want
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": np.nan}, {"top_p": np.nan}])
-def test_what_is_no_number_is_refused(wrong):
-    with pytest.raises(GraphtrainError, match=r"temperature = .* and top-p = "):
-        Sampling(**wrong)
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty"])
+def test_what_is_no_number_is_refused(name):
+    with pytest.raises(GraphtrainError, match=f"{name} = nan: must be "):
+        SamplingParameters(**{name: np.nan})
 
 
 def test_a_prompt_of_other_bytes_than_text_is_refused():
@@ -136,20 +151,21 @@ def test_an_adapter_that_it_would_leave_out_is_refused_before_compiling(cache, t
     adapted = dataclasses.replace(config.program, adapter=Adapter(rank=2, alpha=2.0))
     run = dataclasses.replace(config.run, init_adapter_from="adapter")
     with pytest.raises(GraphtrainError, match=r"does not read run\.init_adapter_from"):
-        Generator(resolve(adapted), run, cache, lambda label, stage: None, None)
+        open_generator(resolve(adapted), run, cache, lambda label, stage: None, None)
 
 
-def test_a_pipeline_is_refused_and_the_batch_is_one_for_each_copy(tmp_path):
+def test_stages_hold_shards_and_slots_divide_among_replicas(tmp_path):
     config = config_of(tmp_path, LLAMA, data=2, fsdp=2, tensor=2)
-    assert generation_program(resolve(config.program)).batch == Batch(
-        global_batch_size=4, seq_len=96
-    )
     batch = Batch(global_batch_size=16, seq_len=96, microbatches=2)
-    staged = dataclasses.replace(config.program, mesh=Mesh(stage=2, data=4), batch=batch)
-    with pytest.raises(
-        GraphtrainError, match=r"does not support pipeline.*program\.mesh\.stage = 2"
-    ):
-        generation_program(resolve(staged))
+    serve = Serve(slots=3, prefill=(64, 512))
+    staged = dataclasses.replace(
+        config.program, mesh=Mesh(stage=2, data=2, tensor=2), batch=batch, serve=serve
+    )
+    served = serving_program(resolve(staged))
+    assert served.mesh.axes["fsdp"] == 2 and served.mesh.axes.get("stage", 1) == 1
+    assert served.stages is None
+    assert served.settings.serve.slots == 4
+    assert served.settings.serve.prefill == (64, 96)  # no more than the context
 
 
 def test_a_prompt_begins_as_the_documents_of_its_data(cache, tmp_path):

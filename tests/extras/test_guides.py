@@ -59,8 +59,3 @@ def test_the_quickstart_generates_and_exports(shell):
 def test_the_quickstart_resumes(shell):
     (command,) = commands("guides/resume-and-reshard.md", "run")[:1]
     assert "trained 3 steps" in shell(f"{command} {SHORT} --set run.steps=3")
-
-
-def test_the_scripts_of_slurm_are_printed(shell):
-    (command,) = commands("getting-started/cluster.md", "launch")[:1]
-    assert "#SBATCH" in shell(command)

@@ -26,92 +26,122 @@ FLAT, CUBE = ("data", "fsdp", "tensor"), ("data", "fsdp", "tensor", "sequence")
 PIPELINE = ("data", "fsdp", "pipeline", "tensor")
 
 
-def _batch(microbatches: int = 1, reduction: str = "per_microbatch", **sizes: Any) -> Batch:
+def batch_of(microbatches: int = 1, reduction: str = "per_microbatch", **sizes: Any) -> Batch:
     made = {"global_batch_size": 32, "seq_len": 256} | sizes
     return Batch(microbatches=microbatches, gradient_reduction=reduction, **made)  # type: ignore[arg-type]
 
 
-def _case(rules: tuple[str, ...], mesh: Mesh, **settings: Any) -> dict[str, Any]:
+Cases = dict[str, dict[str, Any]]
+
+
+def case(rules: tuple[str, ...], mesh: Mesh, **settings: Any) -> dict[str, Any]:
     return {"rules": rules, "mesh": mesh} | settings
 
 
 _ON_CUBE = Mesh(data=2, fsdp=2, tensor=2)
-_CASES = {
-    "data": _case(("data",), Mesh(data=8)),
-    "data, float32": _case(("data",), Mesh(data=8), model=replace(MODEL, dtype="float32")),
-    "data, 2 microbatches": _case(("data",), Mesh(data=8), batch=_batch(2)),
-    "data, per step": _case(("data",), Mesh(data=8), batch=_batch(2, "per_step")),
-    "zero1": _case(("zero1",), Mesh(data=8)),
-    "zero1, per step": _case(("zero1",), Mesh(data=8), batch=_batch(2, "per_step")),
-    "zero2": _case(("zero2",), Mesh(data=8), batch=_batch(2)),
-    "fsdp": _case(("fsdp",), Mesh(fsdp=8)),
-    "fsdp, full remat": _case(("fsdp",), Mesh(fsdp=8), model=replace(MODEL, remat="full")),
-    "fsdp, no remat": _case(("fsdp",), Mesh(fsdp=8), model=replace(MODEL, remat="none")),
-    "fsdp, 2 microbatches": _case(("fsdp",), Mesh(fsdp=8), batch=_batch(2)),
-    "fsdp, GPT": _case(("fsdp",), Mesh(fsdp=8), model=GPT),
-    "data and fsdp": _case(("data", "fsdp"), Mesh(data=2, fsdp=4)),
-    "data and fsdp, per step": _case(
-        ("data", "fsdp"), Mesh(data=2, fsdp=4), batch=_batch(2, "per_step")
+CASES: Cases = {
+    "data": case(("data",), Mesh(data=8)),
+    "data, float32": case(("data",), Mesh(data=8), model=replace(MODEL, dtype="float32")),
+    "data, 2 microbatches": case(("data",), Mesh(data=8), batch=batch_of(2)),
+    "data, per step": case(("data",), Mesh(data=8), batch=batch_of(2, "per_step")),
+    "zero1": case(("zero1",), Mesh(data=8)),
+    "zero1, per step": case(("zero1",), Mesh(data=8), batch=batch_of(2, "per_step")),
+    "zero2": case(("zero2",), Mesh(data=8), batch=batch_of(2)),
+    "fsdp": case(("fsdp",), Mesh(fsdp=8)),
+    "fsdp, full remat": case(("fsdp",), Mesh(fsdp=8), model=replace(MODEL, remat="full")),
+    "fsdp, no remat": case(("fsdp",), Mesh(fsdp=8), model=replace(MODEL, remat="none")),
+    "fsdp, 2 microbatches": case(("fsdp",), Mesh(fsdp=8), batch=batch_of(2)),
+    "fsdp, GPT": case(("fsdp",), Mesh(fsdp=8), model=GPT),
+    "data and fsdp": case(("data", "fsdp"), Mesh(data=2, fsdp=4)),
+    "data and fsdp, per step": case(
+        ("data", "fsdp"), Mesh(data=2, fsdp=4), batch=batch_of(2, "per_step")
     ),
-    "zero1 and fsdp": _case(("zero1", "fsdp"), Mesh(data=2, fsdp=4)),
-    "tensor": _case(("tensor",), Mesh(tensor=8)),
-    "tensor, full remat": _case(("tensor",), Mesh(tensor=8), model=replace(MODEL, remat="full")),
-    "tensor and sequence": _case(CUBE, Mesh(tensor=8)),
-    "data and tensor": _case(FLAT, Mesh(data=4, tensor=2)),
-    "data and tensor, GPT": _case(FLAT, Mesh(data=4, tensor=2), model=GPT),
-    "data, tensor and sequence": _case(CUBE, Mesh(data=4, tensor=2)),
-    "fsdp and tensor": _case(FLAT, Mesh(fsdp=4, tensor=2)),
-    "fsdp, tensor and sequence": _case(CUBE, Mesh(fsdp=4, tensor=2)),
-    "cube": _case(FLAT, _ON_CUBE),
-    "cube and sequence": _case(CUBE, _ON_CUBE),
-    "cube, grouped heads": _case(CUBE, _ON_CUBE, model=replace(MODEL, kv_heads=4)),
-    "context": _case(("data", "context"), Mesh(data=2, context=4)),
-    "ulysses": _case(("data", "ulysses"), Mesh(data=2, context=4)),
-    "fsdp and context": _case(("fsdp", "context"), Mesh(fsdp=4, context=2)),
-    "pipeline": _case(PIPELINE, Mesh(stage=4, data=2), batch=_batch(8)),
-    "pipeline, 1f1b": _case(
-        PIPELINE, Mesh(stage=2, data=4), batch=_batch(4), pipeline=PipelineSettings(schedule="1f1b")
+    "zero1 and fsdp": case(("zero1", "fsdp"), Mesh(data=2, fsdp=4)),
+    "tensor": case(("tensor",), Mesh(tensor=8)),
+    "tensor, full remat": case(("tensor",), Mesh(tensor=8), model=replace(MODEL, remat="full")),
+    "tensor and sequence": case(CUBE, Mesh(tensor=8)),
+    "data and tensor": case(FLAT, Mesh(data=4, tensor=2)),
+    "data and tensor, GPT": case(FLAT, Mesh(data=4, tensor=2), model=GPT),
+    "data, tensor and sequence": case(CUBE, Mesh(data=4, tensor=2)),
+    "fsdp and tensor": case(FLAT, Mesh(fsdp=4, tensor=2)),
+    "fsdp, tensor and sequence": case(CUBE, Mesh(fsdp=4, tensor=2)),
+    "cube": case(FLAT, _ON_CUBE),
+    "cube and sequence": case(CUBE, _ON_CUBE),
+    "cube, grouped heads": case(CUBE, _ON_CUBE, model=replace(MODEL, kv_heads=4)),
+    "context": case(("data", "context"), Mesh(data=2, context=4)),
+    "ulysses": case(("data", "ulysses"), Mesh(data=2, context=4)),
+    "fsdp and context": case(("fsdp", "context"), Mesh(fsdp=4, context=2)),
+    "pipeline": case(PIPELINE, Mesh(stage=4, data=2), batch=batch_of(8)),
+    "pipeline, 1f1b": case(
+        PIPELINE, Mesh(stage=2, data=4), batch=batch_of(4),
+        pipeline=PipelineSettings(schedule="1f1b"),
     ),
-    "pipeline and tensor": _case(
-        PIPELINE, Mesh(stage=2, data=2, tensor=2), batch=_batch(4)
+    "pipeline and tensor": case(
+        PIPELINE, Mesh(stage=2, data=2, tensor=2), batch=batch_of(4)
     ),
-    "experts": _case(
+    "experts": case(
         ("data", "expert"), Mesh(data=2, expert=4), model=replace(MODEL, moe=EXPERTS)
     ),
-    "experts with a capacity": _case(
+    "experts with a capacity": case(
         ("data", "expert"),
         Mesh(data=2, expert=4),
         model=replace(MODEL, moe=replace(EXPERTS, capacity_factor=1.25)),
     ),
-    "LoRA": _case(("data", "fsdp"), Mesh(fsdp=8), adapter=Adapter(rank=8, alpha=16)),
-    # The prediction was corrected with the rows above, and not with those below.
-    "wide, fsdp": _case(
+    "LoRA": case(("data", "fsdp"), Mesh(fsdp=8), adapter=Adapter(rank=8, alpha=16)),
+    "wide, fsdp": case(
         ("fsdp",), Mesh(fsdp=8), model=replace(MODEL, layers=2, embed=1024, mlp=2816, heads=16),
-        batch=_batch(seq_len=1024),
+        batch=batch_of(seq_len=1024),
     ),
-    "wide, cube": _case(
-        CUBE, Mesh(data=2, fsdp=2, tensor=2), batch=_batch(2, global_batch_size=16, seq_len=512),
+    "wide, cube": case(
+        CUBE, Mesh(data=2, fsdp=2, tensor=2), batch=batch_of(2, global_batch_size=16, seq_len=512),
         model=replace(MODEL, layers=2, embed=1024, mlp=2816, heads=16, kv_heads=4, vocab=32000),
     ),
-    "small vocabulary": _case(
+    "small vocabulary": case(
         ("data", "fsdp"), Mesh(data=2, fsdp=4), model=replace(MODEL, vocab=256)
     ),
-    "zero2, per step": _case(("zero2",), Mesh(data=8), batch=_batch(4, "per_step")),
-    "fsdp, context and tensor": _case(
+    "zero2, per step": case(("zero2",), Mesh(data=8), batch=batch_of(4, "per_step")),
+    "fsdp, context and tensor": case(
         ("fsdp", "context", "tensor", "sequence"), Mesh(fsdp=2, context=2, tensor=2)
     ),
-    "pipeline and fsdp": _case(PIPELINE, Mesh(stage=2, fsdp=4), batch=_batch(4)),
-    "zero1 and tensor": _case(("zero1", "tensor"), Mesh(data=4, tensor=2)),
-    "experts and fsdp": _case(
+    "pipeline and fsdp": case(PIPELINE, Mesh(stage=2, fsdp=4), batch=batch_of(4)),
+    "zero1 and tensor": case(("zero1", "tensor"), Mesh(data=4, tensor=2)),
+    "experts and fsdp": case(
         ("fsdp", "expert"), Mesh(fsdp=2, expert=4), model=replace(MODEL, moe=EXPERTS)
     ),
+    "pipeline and tensor, full remat": case(
+        PIPELINE, Mesh(stage=2, data=2, tensor=2), batch=batch_of(8),
+        model=replace(MODEL, remat="full"),
+    ),
+    "pipeline and tensor, no remat": case(
+        PIPELINE, Mesh(stage=2, data=2, tensor=2), batch=batch_of(8),
+        model=replace(MODEL, remat="none"),
+    ),
+    "pipeline and tensor, 1f1b": case(
+        PIPELINE, Mesh(stage=2, tensor=4), batch=batch_of(4),
+        pipeline=PipelineSettings(schedule="1f1b"),
+    ),
+    "pipeline and fsdp, 1f1b": case(
+        PIPELINE, Mesh(stage=4, fsdp=2), batch=batch_of(8),
+        pipeline=PipelineSettings(schedule="1f1b"),
+    ),
+    "pipeline and fsdp, full remat": case(
+        PIPELINE, Mesh(stage=2, fsdp=4), batch=batch_of(4), model=replace(MODEL, remat="full")
+    ),
+    "pipeline, fsdp and data, GPT": case(
+        PIPELINE, Mesh(data=2, fsdp=2, stage=2), batch=batch_of(4), model=GPT
+    ),
+    "pipeline, vocabulary on stages": case(
+        (*PIPELINE, "stage_vocab"), Mesh(data=2, fsdp=2, stage=2), batch=batch_of(4)
+    ),
+    "fsdp, small vocabulary": case(
+        ("fsdp",), Mesh(fsdp=8), model=replace(MODEL, vocab=256), batch=batch_of(seq_len=1024)
+    ),
 }  # fmt: skip
-NAMES = tuple(_CASES)
 
 
-def compared_program(name: str, target: str) -> Program:
+def compared_program(name: str, target: str, cases: Cases = CASES) -> Program:
     """Return the program of a case for a target of 8 devices."""
-    return program(target=target, **{"model": MODEL, "batch": _batch()} | _CASES[name])
+    return program(target=target, **{"model": MODEL, "batch": batch_of()} | cases[name])
 
 
 def listed(collectives: tuple[Collective, ...]) -> set[tuple[str, str]]:

@@ -11,6 +11,7 @@ from unoptimized import OPTIONS
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh, Model, Program
 from graphtrain.graphs.build import accumulate_gradients, build_graph
+from graphtrain.graphs.objectives import metric_names
 from graphtrain.graphs.open_model import open_language_model
 from lowering.graph import Graph
 from lowering.lowered import Lowered
@@ -91,7 +92,7 @@ def unoptimized(lowered: Lowered) -> Lowered:
 
 
 def gradients_graph(of: Program) -> Graph:
-    """The loss and gradients that the training step of a program computes."""
+    """The metrics and gradients that the training step of a program computes."""
     made = resolve(of)
     train = build_graph(made, "train")
     inputs = {name: spec for name, spec in train.inputs.items() if name != "learning_rate"}
@@ -99,10 +100,12 @@ def gradients_graph(of: Program) -> Graph:
     def gradients(state: Tree, *inputs: Tree) -> Tree:
         *frozen, batch = inputs
         grads, metrics = accumulate_gradients(made, state, batch, *frozen)
-        return {"gradients": grads, "loss": metrics["loss"]}
+        return {"gradients": grads, **metrics}
 
-    loss = ArraySpec((), (), "float32", "activation")
-    outputs = {"gradients": train.inputs["state"]["parameters"], "loss": loss}
+    outputs = {
+        "gradients": train.inputs["state"]["parameters"],
+        **dict.fromkeys(metric_names(made), ArraySpec((), (), "float32", "activation")),
+    }
     return Graph("gradients", gradients, inputs, outputs, runs_once=True)  # compiled quickly
 
 

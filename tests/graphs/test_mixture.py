@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import LLAMA, program
+from programs import LLAMA, batch, program, state_of
 from test_flash import installed
 from test_parallel import assert_close, loss_and_gradients
 
@@ -21,6 +21,7 @@ from graphtrain.config.schema import (
     PipelineSettings,
     Program,
 )
+from graphtrain.graphs.build import accumulate_gradients
 from graphtrain.models import moe
 from graphtrain.models.decoder import forward, initialize
 from graphtrain.models.flops import (
@@ -30,7 +31,7 @@ from graphtrain.models.flops import (
     step_flops_per_token,
 )
 from graphtrain.models.grouped_matmul import arrange, grouped_matmul
-from graphtrain.models.moe import router_losses, slot_in_expert
+from graphtrain.models.moe import layer_terms, router_metrics, slot_in_expert
 from lowering.hlo.collectives import read
 
 DROPLESS = MixtureOfExperts(experts=4, experts_per_token=2)
@@ -215,14 +216,65 @@ def test_a_line_is_in_the_order_of_the_sequence():
 
 
 def test_balanced_experts_lose_least():
-    mixture = MixtureOfExperts(experts=2, experts_per_token=1, balance_loss=1.0, router_z_loss=1.0)
+    mixture = MixtureOfExperts(experts=2, experts_per_token=1)
     even = jnp.zeros((1, 4, 2))
-    losses = router_losses(even, jnp.array([[[0], [1], [0], [1]]]), mixture, layers=1)
-    assert float(losses["balance_loss"]) == pytest.approx(1.0)
-    assert float(losses["router_z_loss"]) == pytest.approx(np.log(2) ** 2)
+    metrics = router_metrics(even, jnp.array([[[0], [1], [0], [1]]]), mixture)
+    assert float(metrics["balance_loss"]) == pytest.approx(1.0)
+    assert float(metrics["router_z_loss"]) == pytest.approx(np.log(2) ** 2)
     skewed = jnp.array([[[9.0, 0.0]] * 4])
-    worse = router_losses(skewed, jnp.zeros((1, 4, 1), jnp.int32), mixture, layers=1)
+    worse = router_metrics(skewed, jnp.zeros((1, 4, 1), jnp.int32), mixture)
     assert float(worse["balance_loss"]) == pytest.approx(2.0, abs=1e-3)
+
+
+def metrics_in_numpy(scores, per_token, capacity_factor):
+    """Of one layer, by loops; the slots of an expert fill in sequence order."""
+    _, length, experts = scores.shape
+    probs = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    chosen = np.zeros(experts)
+    dropped = 0
+    for sequence in probs:
+        used = np.zeros(experts)
+        for token in sequence:
+            for expert in np.argsort(-token)[:per_token]:
+                chosen[expert] += 1
+                used[expert] += 1
+                dropped += used[expert] > np.ceil(capacity_factor * length * per_token / experts)
+    mean = chosen.sum() / experts
+    return {
+        "balance_loss": experts * (chosen / chosen.sum() * probs.mean((0, 1))).sum(),
+        "router_z_loss": (np.log(np.exp(scores).sum(-1)) ** 2).mean(),
+        "expert_load_max": chosen.max() / mean,
+        "expert_load_min": chosen.min() / mean,
+        "dropped_choices": dropped / chosen.sum(),
+    }
+
+
+def test_metrics_and_losses_of_a_step_are_those_of_numpy(monkeypatch):
+    """The scores of both layers and microbatches are recorded; the metrics are their means."""
+    mixture = MixtureOfExperts(
+        experts=4, experts_per_token=2, capacity_factor=1.0, balance_loss=0.5, router_z_loss=0.25
+    )
+    recorded, routed = [], moe.top_k
+
+    def record(scores, of):
+        jax.debug.callback(lambda found: recorded.append(np.asarray(found, np.float64)), scores)
+        return routed(scores, of)
+
+    monkeypatch.setattr(moe, "top_k", record)
+    model = dataclasses.replace(LLAMA, moe=mixture, init_std=0.5)
+    of = program(model=model, batch=Batch(global_batch_size=8, seq_len=16, microbatches=2))
+    gradients = jax.jit(partial(accumulate_gradients, resolve(of)))
+    _, got = gradients(state_of(of), batch(of))
+    jax.effects_barrier()
+    assert len(recorded) == 4
+    each = [metrics_in_numpy(scores, 2, 1.0) for scores in recorded]
+    assert each[0]["dropped_choices"] > 0
+    for name in each[0]:
+        want = np.mean([metrics[name] for metrics in each])
+        np.testing.assert_allclose(got[name], want, rtol=1e-5, err_msg=name)
+    terms = layer_terms({name: got[name] for name in each[0]}, mixture, layers=1)
+    assert terms.losses["balance_loss"] == 0.5 * got["balance_loss"]
+    assert terms.losses["router_z_loss"] == 0.25 * got["router_z_loss"]
 
 
 def test_mixtral_has_its_published_size():

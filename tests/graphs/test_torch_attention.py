@@ -12,9 +12,14 @@ from test_torch_models import state_of
 from torch_families import imported
 from unoptimized import OPTIONS
 
-from graphtrain.config.schema import Batch, Mesh
+from graphtrain.config.resolve import resolve
+from graphtrain.config.schema import Batch, Mesh, Serve
+from graphtrain.config.serving_program import serving_program
 from graphtrain.errors import ImportedModelError
 from graphtrain.graphs.open_model import open_language_model
+from graphtrain.graphs.served_model import kv_cache_specs
+from graphtrain.models.attention.cache_layout import DOT_LAYOUT, CacheSize
+from graphtrain.models.attention.kv_cache import CacheRows, layer_cache_specs
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.torch_frontend.bridge import to_numpy
 from graphtrain.torch_frontend.model import open_model
@@ -118,14 +123,21 @@ def test_a_sequence_that_is_continued_has_the_logits_of_the_whole(tmp_path):
     module = module_with_weights(settings)
     weights = {name: to_numpy(one) for name, one in module.named_parameters()}
     parameters, tokens = unflatten(stack_weights(opened, weights)), jnp.asarray(TOKENS[None])
-    kept = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), model.kv_cache_specs(1, 16))
+    size = CacheSize(16, 0, 8, DOT_LAYOUT)
+    kept = {
+        f"{path}/{name}": jnp.zeros(spec.shape, spec.dtype)
+        for path, layer in model.cached_layers().items()
+        for name, spec in layer_cache_specs(layer, 1, size, "float32").items()
+    }
+    kept = unflatten(kept)
 
     def continued(parameters, kept):
-        first, kept = model.decode_step(parameters, kept, tokens[:, :8], jnp.int32(0))
+        rows = CacheRows(jnp.zeros(1, jnp.int32), 16)
+        first, kept = model.decode_step(parameters, kept, tokens[:, :8], rows)
 
         def one(kept, place):
             token = jax.lax.dynamic_slice_in_dim(tokens, place, 1, 1)
-            scores, kept = model.decode_step(parameters, kept, token, place)
+            scores, kept = model.decode_step(parameters, kept, token, CacheRows(place[None], 16))
             return kept, scores[:, 0]
 
         _, others = jax.lax.scan(one, kept, jnp.arange(8, 16))
@@ -137,13 +149,13 @@ def test_a_sequence_that_is_continued_has_the_logits_of_the_whole(tmp_path):
 
 
 def test_what_is_kept_is_of_the_dtype_of_the_computation(tmp_path):
-    (spec, *_) = flatten(
-        open_language_model(imported(tmp_path, "llama", dtype="bfloat16")).kv_cache_specs(3, 64)
-    ).values()
-    assert spec.shape == (2, 3, 64, 2, 8) and spec.dtype == "bfloat16"
-    assert spec.axes == ("layers", "batch", None, "kv_heads", "head_dim")
+    settings = imported(tmp_path, "llama", dtype="bfloat16")
+    of = program(model=settings, serve=Serve(slots=3, prefill=(8,), dtype="bfloat16"))
+    (spec, *_) = flatten(kv_cache_specs(serving_program(resolve(of)), 3)).values()
+    assert spec.shape == (3, 2, 8, 256) and spec.dtype == "bfloat16"  # keys, to a whole block
+    assert spec.axes == ("batch", "kv_heads", "head_dim", None)
 
 
 def test_what_cannot_be_continued_says_so(tmp_path):
     with pytest.raises(ImportedModelError, match=r"one attention .* transformer\.h\.0 has 0"):
-        open_language_model(imported(tmp_path, "gptj")).kv_cache_specs(1, 16)
+        open_language_model(imported(tmp_path, "gptj")).cached_layers()

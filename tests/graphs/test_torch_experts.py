@@ -4,7 +4,10 @@ import dataclasses
 from importlib.util import find_spec
 from unittest import mock
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 from programs import alone, loaded, lower, program
 from test_parallel import assert_close, loss_and_gradients
 from torch_families import imported
@@ -12,6 +15,7 @@ from torch_families import imported
 from graphtrain.config.schema import Batch, Mesh, PipelineSettings, TorchModel
 from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend import experts
+from graphtrain.torch_frontend.load_balancing import LoadBalancing
 from graphtrain.torch_frontend.parity import check_parity
 from sharding_rules.errors import ShardingError
 
@@ -26,6 +30,18 @@ def mixture(folder, kind="mixtral", **settings) -> TorchModel:
 def test_the_balance_loss_is_that_of_transformers(kind, tmp_path):
     found = check_parity(mixture(tmp_path, kind))
     assert found.loss < 1e-6 and found.gradient < 1e-5
+
+
+def test_loads_are_means_over_the_layers():
+    shares, probs = np.array([[1.5, 0.5], [1.0, 1.0]]), np.array([[0.7, 0.3], [0.4, 0.6]])
+    balance = LoadBalancing(0.5, per_token=2, router=torch.nn.Module, index=0)
+    terms = balance.terms([(jnp.asarray(shares), jnp.asarray(probs))])
+    loss = 2 * (1.25 * 0.55 + 0.75 * 0.45)
+    assert {name: float(value) for name, value in terms.metrics.items()} == pytest.approx(
+        {"balance_loss": loss, "expert_load_max": 1.25, "expert_load_min": 0.75}
+    )
+    assert float(terms.losses["balance_loss"]) == pytest.approx(0.5 * loss)
+    assert terms.metrics.keys() == set(balance.metric_names)
 
 
 def test_experts_over_devices_have_the_gradients_of_one_that_computes_all(tmp_path):

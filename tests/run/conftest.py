@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from places import CUBE, Place, furnish
 from unoptimized import XLA_FLAGS
+
+from lowering.machine import leases
+from lowering.machine.leases import Lease
 
 Once = Callable[[str, Callable[[Path], None]], Path]
 
@@ -20,7 +22,7 @@ def once(tmp_path_factory: pytest.TempPathFactory, testrun_uid: str) -> Once:
 
     def make(name: str, fill: Callable[[Path], None]) -> Path:
         path = shared / name
-        with FileLock(f"{path}.lock"):
+        with leases.hold(Lease(shared / f"{name}.lease")):
             if not path.exists():
                 fill(path.with_suffix(".part"))
                 path.with_suffix(".part").rename(path)

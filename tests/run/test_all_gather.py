@@ -20,7 +20,8 @@ class Counted:
         return getattr(self.client, name)
 
 address, count, rank, exchanges = sys.argv[1], *map(int, sys.argv[2:])
-distributed.initialize(distributed.Membership(rank, count, address), Target.parse("cpu:4x1"))
+member = distributed.Membership(rank, count, address)
+distributed.initialize(member, Target.parse("cpu:4x1"), join_timeout=60)
 state = private.distributed_state()
 client = state.client
 counted = state.client = Counted(client)
@@ -57,28 +58,6 @@ def test_every_rank_gets_all_words_with_a_few_calls_and_the_service_forgets_them
     assert sum(len(one["calls"]) for one in told) == EXCHANGES * 3 * RANKS + EXCHANGES - 1
     last = {f"graphtrain/words/{EXCHANGES - 1}/{rank}" for rank in range(RANKS)}
     assert set(told[0]["stored"]) == last
-
-
-LATE = """
-import os, sys
-from lowering.errors import PeerLost
-from lowering.machine.target import Target
-from lowering.xla import distributed
-distributed._JOIN_TIMEOUT = 1
-try:
-    distributed.initialize(distributed.Membership(0, 2, sys.argv[1]), Target.parse("cpu:2x1"))
-except PeerLost as error:
-    print(error, flush=True)
-os._exit(0)
-"""
-
-
-def test_a_run_whose_processes_do_not_all_start_says_so():
-    done = subprocess.run(
-        [sys.executable, "-c", LATE, free_address()], capture_output=True, text=True, timeout=120
-    )
-    assert "rank 0 of 2 processes could not join the others at 127.0.0.1" in done.stdout
-    assert "not all were there within 1 s" in done.stdout and not done.stderr
 
 
 # In a process of its own, which ends without waiting for the rank that does not take part.

@@ -52,8 +52,9 @@ def lose_a_rank(place: Place, sent: signal.Signals, *then: signal.Signals) -> st
     return message
 
 
-def test_a_rank_that_is_killed_is_named(cold: Place):
+def test_a_rank_that_is_killed_is_named_and_the_others_write_their_stacks(cold: Place):
     assert "rank 1 has ended (SIGKILL" in lose_a_rank(cold, signal.SIGKILL)
+    assert "most recent call first" in (cold.path / "run/stacks/rank-0.txt").read_text()
 
 
 def test_a_rank_that_is_stopped_is_named_and_killed_and_the_others_write_their_stacks(

@@ -11,13 +11,16 @@ WORDS = [
     *("--set", "program.optimizer.custom=lion.py:lion"),
     *("--set", "program.loss.custom=focal.py:focal"),
     *("--set", "run.learning_rate.peak=1e-3"),
+    *("--set", "run.data.train=lines.py:Lines"),
+    *("--set", 'run.data.arguments={file = "play.txt"}'),
 ]
 
 
 @pytest.mark.usefixtures("compiled_quickly")
 def test_the_examples_train_and_an_edit_compiles_again(cold):
-    for name in ("lion.py", "focal.py"):
+    for name in ("lion.py", "focal.py", "lines.py"):
         shutil.copy(EXAMPLES / name, cold.path)
+    (cold.path / "play.txt").write_text("ROMEO: and so on, and so on.\n" * 99)
     cold.command("compile", *WORDS)
     cold.command("run", *WORDS)
     losses = [loss for _, loss, _ in cold.curve()]
@@ -31,7 +34,11 @@ def test_the_examples_train_and_an_edit_compiles_again(cold):
     cold.command("compile", *longer)
     _, err = cold.command("run", *longer, status=2)
     assert "program.optimizer.custom" in err
-    cold.command("run", *longer, "--allow-change", "program.optimizer.custom")
+    (cold.path / "play.txt").write_text("JULIET: and so on, and so on.\n" * 99)
+    allowed = ["--allow-change", "program.optimizer.custom"]
+    _, err = cold.command("run", *longer, *allowed, status=2)
+    assert "run.data.train was" in err and "--allow-change run.data.train" in err
+    cold.command("run", *longer, *allowed, "--allow-change", "run.data.train")
 
 
 @pytest.mark.usefixtures("compiled_quickly")

@@ -68,7 +68,7 @@ def test_other_commands_refuse_a_damaged_checkpoint_and_move_nothing(place, run,
     }[command]
     before = sorted(run.rglob("*"))
     _, err = place.command(*words, status=2)
-    assert "run/checkpoints/16 is damaged: state/_METADATA does not have the SHA-256" in err
+    assert "run/checkpoints/16 is damaged: state/_METADATA does not have the digest" in err
     assert sorted(run.rglob("*")) == before and not (place.path / "out").exists()
 
 

@@ -80,7 +80,7 @@ def test_extracted_graphs_are_compiled_once_and_give_the_loss_of_torch_xla(here:
     # The weights of "eight" begin as those of "one", and are split.
     assert first_loss(here, eight[0]["digest"], "cpu:8") == pytest.approx(want, rel=1e-5)
 
-    record = json.loads(here.command("cache", "show", eight[0]["digest"])[0])["record"]
+    record = json.loads(here.command("cache", "show", "--json", eight[0]["digest"])[0])["record"]
     assert record["mesh"] == {"data": 2, "tensor": 4}
     assert record["inputs"]["input00"]["split"] == [["tensor"], []]
     assert {axis for each in record["collectives"] for axis in each["axes"]} == {"data", "tensor"}

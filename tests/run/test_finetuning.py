@@ -31,17 +31,23 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.usefixtures("compiled_quickly")
-def test_an_adapter_is_trained_resumed_and_exported(cold):
+def configure_adapter(place) -> None:
+    """Write a small Llama with random weights, and make config.toml train an adapter of it."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257}
     settings = transformers.LlamaConfig(**sizes, **heads, rms_norm_eps=1e-5, initializer_range=0.2)
-    transformers.LlamaForCausalLM(settings).save_pretrained(cold.path / "source")
-    cold.command("convert", "hf-to-graphtrain", "source", "ours")
-    config = cold.path / "config.toml"
+    transformers.LlamaForCausalLM(settings).save_pretrained(place.path / "source")
+    place.command("convert", "hf-to-graphtrain", "source", "ours")
+    config = place.path / "config.toml"
     text = config.read_text().replace("steps = 16", 'steps = 8\ninit_from = "ours"')
     config.write_text(text.replace("warmup_steps = 2", 'schedule = "constant"') + ADAPTER)
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_an_adapter_is_trained_resumed_and_exported(cold):
+    configure_adapter(cold)
+    config = cold.path / "config.toml"
 
     cold.command("compile", "config.toml")
     cold.command("compile", "config.toml", *FOUR)
@@ -90,6 +96,31 @@ def test_an_adapter_is_trained_resumed_and_exported(cold):
     shutil.rmtree(cold.path / "ours")
     _, err = cold.command("convert", "graphtrain-to-hf", "run", "again", status=2)
     assert "ours is neither a converted folder" in err
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.parametrize("base", ["float32", "int8", "nf4"])
+def test_a_run_with_an_adapter_generates_what_its_merged_model_does(base, cold):
+    configure_adapter(cold)
+    with (cold.path / "config.toml").open("a") as file:
+        file.write(f'base_dtype = "{base}"\n')
+    cold.command("compile", "config.toml")
+    cold.command("run", "config.toml")
+    prefill = ["--set", "program.serve.prefill=[32]"]
+    greedy = ["--tokens", "16", "--temperature", "0", "--json"]
+    out, _ = cold.command("generate", "config.toml", "It was", *greedy, *prefill)
+    generated = json.loads(out)
+    cold.command("convert", "graphtrain-to-hf", "run", "merged")
+    texts = []
+    for folder in ("merged", "source"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(cold.path / folder)
+        model.generation_config.eos_token_id = None
+        made = model.generate(
+            torch.tensor([generated["prompt"]]), max_new_tokens=16, do_sample=False, pad_token_id=0
+        )
+        texts.append(made[0].tolist())
+    assert texts[0] == generated["prompt"] + generated["tokens"]
+    assert texts[0] != texts[1]  # without the adapter, the text is another
 
 
 def test_an_adapter_needs_weights_to_start_from(cold):

@@ -19,7 +19,8 @@ from sharding_rules.mesh import MeshShape
 
 data, address, rank, target, mesh, split, shape = map(json.loads, sys.argv[1:])
 target = Target.parse(target)
-distributed.initialize(distributed.Membership(rank, target.processes, address), target)
+member = distributed.Membership(rank, target.processes, address)
+distributed.initialize(member, target, join_timeout=60)
 import jax
 mesh = backend.make_mesh(MeshShape(mesh), backend.devices(target))
 split = jax.sharding.PartitionSpec(*(tuple(axes) or None for axes in split))

@@ -170,3 +170,41 @@ def test_runs_make_the_error_bar_of_later_plans(cold):
     out, _ = cold.command("plan", "config.toml")
     assert "step time was" in out and "in the worst case; runs on cpu:1: 2" in out
     assert "compile time was 1.00 x the prediction" in out
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_a_compiled_step_without_rules_is_never_faster_than_data_parallelism(cold):
+    (cold.path / "empty.toml").write_text("# nothing is split\n")
+    parallel, repeated = (
+        json.loads(
+            cold.command("plan", "config.toml", "--json", "--target", "cpu:4", "--set", rules)[0]
+        )
+        for rules in ('program.rules=["data"]', 'program.rules=["empty.toml"]')
+    )
+    assert parallel["memory"]["source"] == repeated["memory"]["source"] == "compiler"
+    assert repeated["step_seconds"] > 2 * parallel["step_seconds"]
+    assert repeated["flops_excess"] == pytest.approx(4 * parallel["flops_excess"], rel=0.2)
+    assert "the whole step is computed 4 x over data" in repeated["findings"][0]
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_a_plan_of_serving_compiles_what_the_server_loads(cold):
+    serving = ["--target", "cpu:1", "--set", "program.serve.prefill=[16]"]
+    out, _ = cold.command(
+        "plan", "config.toml", "--for", "serve", "--no-confirm", "--json", *serving
+    )
+    answer = json.loads(out)
+    memory = answer["memory"]
+    assert answer["fits"] is True and answer["largest_slots"]["value"] > answer["slots"]
+    assert {one["source"] for one in memory["programs"].values()} == {"compiler"}
+    held = [memory[f"{name}_bytes"] for name in ("weights", "kv_cache", "sampling")]
+    largest = max(one["temporaries_bytes"] for one in memory["programs"].values())
+    assert memory["peak_bytes"] == max(sum(held) + largest, memory["loading_bytes"])
+    cold.command("compile", "config.toml", "--for", "serve", "--report", "report.json", *serving)
+    report = json.loads((cold.path / "report.json").read_text())
+    assert report["cached"] == report["total"] == len(memory["programs"]) + 1
+
+
+def test_options_of_training_steps_are_refused_for_serving(plan):
+    _, err = plan("config.toml", "--for", "serve", "--blame", status=2)
+    assert "--blame is for training steps; remove --for serve" in err

@@ -80,9 +80,11 @@ def test_a_plan_is_an_object_that_notebooks_show(tmp_path):
     assert "<th>memory per device</th>" in answer._repr_html_()
 
 
-def test_errors_are_errors_of_the_user(tmp_path):
+def test_errors_are_errors_of_the_user(tmp_path, make_dataset):
+    data = make_dataset([[1, 2, 3]], 2048)
+    settings = {"run.directory": str(tmp_path / "run"), "run.data": {"train": data}}
     with pytest.raises(gt.UserError, match=r"run: graphtrain\.compile\(\.\.\.\) with the same"):
-        gt.train(QUICKSTART, cache=tmp_path, set={"run.directory": str(tmp_path / "run")})
+        gt.train(QUICKSTART, cache=tmp_path, set=settings)
     with pytest.raises(gt.errors.ConfigError, match="no such file"):
         gt.compile("none.toml", cache=tmp_path)
 
@@ -108,6 +110,6 @@ def test_a_run_without_metrics_says_so(tmp_path):
 
 
 def test_values_in_html_are_escaped():
-    from graphtrain.html import html_table
+    from graphtrain.compile.html import html_table
 
     assert "<td>&lt;b&gt;</td>" in html_table(["a"], [["<b>"]])

@@ -101,9 +101,12 @@ def test_use_saves_a_program_from_gc(cache):
 
 def test_a_program_locked_by_its_request_stays(cache):
     with cache.lock(REQUESTS[3]):
+        planned = cache.gc(max_bytes=0, dry_run=True)
+        assert stored(cache) == [0, 1, 2, 3]
         done = cache.gc(max_bytes=0)
     assert stored(cache) == [3]
     assert len(done.leased) == 1
+    assert planned == done
 
 
 def test_gc_empties_quarantine_and_removes_old_failures(cache):

@@ -72,3 +72,9 @@ def test_a_full_disk_is_one_error_and_keeps_the_last_checkpoint(tmp_path, capfd)
         assert not capfd.readouterr().err
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_directory_whose_name_is_no_number_is_no_checkpoint(tmp_path):
+    for name in ("3", "²", "3.orbax-checkpoint-tmp", "-1"):
+        (tmp_path / name).mkdir()
+    assert saved_steps(tmp_path) == [3]

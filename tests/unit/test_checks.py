@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 from in_process import graphtrain
 
+import graphtrain as gt
 from graphtrain.api import programs
+from graphtrain.api.checks import purpose, report
 from graphtrain.api.checks.machine import directory_problem, file_problem
 from graphtrain.checkpoints.manifest import write_manifest
+from graphtrain.compile.tasks import CompilationReport
+from graphtrain.config import load_config
 from graphtrain.data.indexed.description import read_description
 from graphtrain.data.indexed.writer import IndexedWriter
 from graphtrain.data.prepare.text import prepare
@@ -97,6 +101,62 @@ def test_every_problem_is_reported_at_once_with_its_place(place):
         "--set program.model.vocab=100: program.model.vocab = 100, but data/validation contains "
         "token 256; set it to at least 257, or prepare the dataset with the tokenizer of the model",
     ]
+
+
+def test_a_wrong_target_is_reported_beside_a_setting_that_does_not_exist(place):
+    found = problems("--set", "program.model.haeds=2", "--target", "h1000:8")
+    assert [line.partition(": ")[2] for line in found] == [
+        "unknown setting program.model.haeds; did you mean program.model.heads?",
+        "program.target: unknown target machine 'h1000'; did you mean h100?",
+    ]
+
+
+def test_everything_is_reported_where_the_vocabulary_would_follow_from_absent_data(place):
+    text = (place / "a.toml").read_text().replace("vocab = 257\n", "")
+    (place / "a.toml").write_text(text.replace("data/train", "absent"))
+    words = "--target", "h1000:8", "--set", 'program.rules=["fdsp"]'
+    target, rules, data, vocabulary = problems(*words)
+    assert "unknown target machine 'h1000'" in target and "no such preset" in rules
+    assert data.startswith("a.toml:21: run.data.train: absent.bin: no such file")
+    assert "or set program.model.vocab" in vocabulary
+    assert len(problems(*words, "--set", "run.data.train=data/train")) == 2
+
+
+def test_the_functions_of_python_check_as_the_commands_do(place):
+    for function in (gt.train, gt.compile, gt.plan, gt.evaluate, lambda c: gt.generate(c, "a")):
+        with pytest.raises(gt.errors.ConfigError) as raised:
+            function((place / "a.toml").read_text().replace("cpu:8", "h1000:8"))
+        (line,) = str(raised.value).splitlines()
+        assert line.startswith("configuration:2: program.target: unknown target machine 'h1000'")
+
+
+def test_python_is_warned_of_data_that_is_elsewhere(place, monkeypatch):
+    monkeypatch.setattr(programs, "compile_report", lambda *_, **__: CompilationReport((), 0.0))
+    with pytest.warns(UserWarning, match=r'^--set run.data.train="no": run.data.train: no.bin: no'):
+        gt.compile("a.toml", set={"run.data.train": "no"})
+
+
+def test_a_command_loads_its_configuration_once(place, monkeypatch):
+    loaded = []
+
+    def load(*arguments):
+        loaded.append(arguments)
+        return load_config(*arguments)
+
+    monkeypatch.setattr("graphtrain.api.checks.checked.load_config", load)
+    monkeypatch.setattr("graphtrain.api.configuration.load_config", load)
+    monkeypatch.setattr("graphtrain.config.load_config", load)
+    monkeypatch.setattr("graphtrain.api.programs.compile_missing", lambda *_, **__: None)
+    for words in ("config show", "run", "run --compile", "run --fresh", "evaluate --bigram"):
+        loaded.clear()
+        assert graphtrain(*words.split(), "a.toml").status in (0, 2, 3)  # 3: nothing is compiled
+        assert len(loaded) == 1, words
+
+
+def test_generation_does_not_mind_the_batch_of_training(place):
+    config = load_config(Path("a.toml"), ["program.batch.global_batch_size=12"])
+    assert [one.kind for one in report.problems(config)] == ["program"]
+    assert report.problems(config, purpose.GENERATE) == []
 
 
 @pytest.mark.parametrize(
@@ -243,16 +303,17 @@ def test_a_checkpoint_of_another_model_is_refused_before_compiling(place):
 
 
 def test_a_permitted_change_is_no_problem(place):
-    from graphtrain.api.checks import report
-    from graphtrain.config import load_config
-
     checkpoint(place, run__seed=3)
     config = load_config(Path("a.toml"))
     (one,) = report.problems(config)
     assert one.kind == "checkpoint"
     assert report.problems(config, allowed_changes=["run.seed"]) == []
-    assert report.problems(config, report.FRESH_RUN) == []  # the checkpoint is set aside
-    assert report.problems(config, report.EVALUATE) == []  # the weights are of the same model
+    assert (
+        report.problems(config, purpose.run_purpose(fresh=True)) == []
+    )  # the checkpoint is set aside
+    assert (
+        report.problems(config, purpose.evaluation_purpose()) == []
+    )  # the weights are of the same model
 
 
 def test_outputs_and_extras_are_checked_first(place, monkeypatch):
@@ -277,13 +338,10 @@ def test_a_target_without_its_compiler_is_refused_before_compiling(place, monkey
 
 
 def test_data_that_is_elsewhere_is_a_warning_for_compile_and_nothing_for_plan(place, monkeypatch):
-    from graphtrain.api.checks import report
-    from graphtrain.config import load_config
-
     (place / "data").unlink()
     config = load_config(Path("a.toml"))
     assert {one.kind for one in report.problems(config)} == {"missing_data"}
-    assert report.problems(config, report.PLAN) == []
+    assert report.problems(config, purpose.PLAN) == []
 
     def stop(*_, **__):
         raise CacheError("stop")
@@ -313,3 +371,41 @@ def test_a_directory_is_tried_and_nothing_remains(tmp_path):
     assert "is a file" in directory_problem(tmp_path / "file" / "a")
     assert file_problem(tmp_path / "new") == file_problem(tmp_path / "file") == ""
     assert "no such directory" in file_problem(tmp_path / "a" / "b")
+
+
+def test_prompts_of_samples_are_read_before_the_run_and_need_one_host(place):
+    words = ["--set", "run.samples.prompts=p.jsonl"]
+    (found,) = problems(*words)
+    assert found.endswith('run.samples.prompts = "p.jsonl": no such file')
+    (place / "p.jsonl").write_text('"a"\n{"text": "b"}\n')
+    (found,) = problems(*words)
+    assert 'run.samples.prompts: p.jsonl:2: not a JSON string, or an object with "prompt"' in found
+    (place / "p.jsonl").write_text('"a"\n')
+    (found,) = problems(*words, "--target", "cpu:2x4")
+    assert "run.samples does not support several hosts" in found and "--prompts" in found
+
+
+def test_prompts_of_samples_that_are_too_long_are_named_by_line(place):
+    words = ["--set", "run.samples.prompts=p.jsonl", "--set", "program.serve.context_length=32"]
+    (place / "p.jsonl").write_text(
+        f'"{"a" * 31}"\n\n{{"prompt": "{"b" * 32}"}}\n"{"c" * 99}"\n""\n'
+    )
+    third, fourth, fifth = problems(*words)
+    assert "p.jsonl:3: the prompt has 32 tokens, which do not fit into the context of 32" in third
+    assert "p.jsonl:4: the prompt has 99 tokens" in fourth and "p.jsonl:5: the prompt is" in fifth
+    assert len(problems(*words, command=("compile",))) == 3  # before it compiles
+    (place / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    (found,) = problems(*words)
+    assert "p.jsonl:1: the tokenizer of this model has no chat template" in found
+
+
+def test_samples_without_a_tokenizer_are_a_problem_of_the_run(place):
+    for name in ("text.bin", "text.idx"):
+        source = place / "data" / f"train{name[4:]}"
+        (place / name).write_bytes(source.read_bytes())
+    (place / "p.jsonl").write_text('"a"\n')
+    (found,) = problems(
+        "--set", "run.samples.prompts=p.jsonl", "--set", "run.data.train=text",
+        "--set", "program.model.vocab=257",
+    )  # fmt: skip
+    assert "run.samples.prompts: no tokenizer in run/" in found

@@ -22,6 +22,7 @@ from graphtrain.errors import ConfigError
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.plan import plan_program
 from graphtrain.models.flax_module import FlaxLanguageModel
+from graphtrain.models.layer_terms import NO_TERMS
 from lowering.trees import flatten
 from sharding_rules.errors import ShardingError
 
@@ -70,7 +71,7 @@ def test_its_logits_are_those_of_the_module_and_see_no_later_token():
     rngs = nnx.Rngs(jax.random.key(0))
     module = MODEL.user_code.load()(24, jnp.dtype("float32"), rngs, **arguments)
     np.testing.assert_allclose(logits, jax.jit(module)(tokens), rtol=1e-5, atol=1e-6)
-    assert added == {}
+    assert added == NO_TERMS
     changed, _ = forward(parameters, tokens.at[0, 2].set(23))
     np.testing.assert_array_equal(changed[0, :2], logits[0, :2])
     assert not np.array_equal(changed[0, 2:], logits[0, 2:])
@@ -142,4 +143,4 @@ def test_what_needs_more_of_a_model_is_refused():
         batch = Batch(global_batch_size=8, seq_len=8, microbatches=2)
         dataclasses.replace(PROGRAM, mesh=Mesh(stage=2, data=4), batch=batch)
     with pytest.raises(ConfigError, match="no KV cache"):
-        open_language_model(PROGRAM.model).kv_cache_specs(1, 8)
+        open_language_model(PROGRAM.model).cached_layers()

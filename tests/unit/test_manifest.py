@@ -1,3 +1,5 @@
+import hashlib
+import json
 import shutil
 
 import jax
@@ -6,6 +8,7 @@ import pytest
 
 from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters, saved_steps
 from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files, write_manifest
+from graphtrain.files import json_digest
 
 STATE = {"parameters": {"head": np.random.default_rng(0).random((64, 64), np.float32)}}
 NOT_READ = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # Orbax's notes, after the manifest
@@ -132,7 +135,7 @@ def test_the_manifest_of_another_directory_lies_beside_it(tmp_path):
     write_manifest(tmp_path / "files", tmp_path / "files.json")
     verify_files(tmp_path / "files", tmp_path / "files.json")
     (tmp_path / "files" / "tokenizer.json").write_text("[]")
-    with pytest.raises(DamagedCheckpoint, match=r"tokenizer.json does not have the SHA-256"):
+    with pytest.raises(DamagedCheckpoint, match=r"tokenizer.json does not have the digest"):
         verify_files(tmp_path / "files", tmp_path / "files.json")
 
 
@@ -141,3 +144,23 @@ def test_a_copied_checkpoint_is_not_believed_by_its_name(tmp_path):
     with pytest.raises(DamagedCheckpoint, match="50 is damaged: it is a copy of step 1, under the"):
         restore(tmp_path, 50)
     np.testing.assert_array_equal(restore(tmp_path, 1), STATE["parameters"]["head"])
+
+
+def test_the_sha_256_of_an_earlier_version_is_verified(tmp_path):
+    (tmp_path / "array").write_bytes(b"weights")
+    sha256 = hashlib.sha256(b"weights").hexdigest()
+    content = {"version": 1, "files": {"array": {"size": 7, "sha256": sha256}}}
+    content["digest"] = json_digest(content)
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    verify_files(tmp_path)
+    (tmp_path / "array").write_bytes(b"Weights")
+    with pytest.raises(DamagedCheckpoint, match="array does not have the digest"):
+        verify_files(tmp_path)
+
+
+def test_the_digest_is_the_published_xxh3(tmp_path):
+    """The value for no bytes is in the vectors of the reference implementation."""
+    (tmp_path / "empty").touch()
+    write_manifest(tmp_path)
+    entry = json.loads((tmp_path / "manifest.json").read_text())["files"]["empty"]
+    assert entry == {"size": 0, "xxh3_128": "99aa06d3014798d86001c324468d497f"}

@@ -9,7 +9,8 @@ from graphtrain.cli.options import check_output, write_file, write_report
 from graphtrain.data.indexed.merge import merge
 from graphtrain.data.prepare.text import prepare
 from graphtrain.data.samples.text import write_sample
-from graphtrain.errors import DataError, OutputExists
+from graphtrain.errors import DataError
+from graphtrain.files import OutputExists
 
 
 def test_a_sample_replaces_no_other_file(tmp_path):

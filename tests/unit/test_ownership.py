@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from graphtrain.cache.leases import LeaseTiming
 from graphtrain.errors import TrainingError
 from graphtrain.run.directory_lock import locked_run_directory
+from lowering.machine.leases import LeaseTiming
 
 
 def refuse(directory, written=()):
@@ -56,7 +56,7 @@ def no_flock(*arguments):
     raise OSError(getattr(errno, sys.argv[1]), "no locks on this file system")
 
 fcntl.flock = fcntl.lockf = no_flock
-from graphtrain.cache.leases import LeaseTiming
+from lowering.machine.leases import LeaseTiming
 from graphtrain.run.directory_lock import locked_run_directory
 with locked_run_directory(Path("run"), LeaseTiming(0.02, 0.3, sys.argv[2] or None)):
     print("holds", flush=True)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.config.schema import Data, Run
 from graphtrain.errors import TrainingError
-from graphtrain.files import write_errors
 from graphtrain.run.programs import _listed
 from graphtrain.run.train import needed_graphs
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from graphtrain.compile.request_keys import GRAPHS, request_keys, source_digests
+from graphtrain.compile.request_keys import request_keys, source_digests
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh, Model, Program
+from graphtrain.graphs.names import TRAINING_GRAPHS
 from graphtrain.torch_frontend import source
 from sharding_rules.errors import ShardingError
 from sharding_rules.pipeline import Stages
@@ -26,7 +27,7 @@ def digests(**changes):
 
 
 def test_every_graph_has_its_own_key():
-    assert len(digests()) == len(GRAPHS)
+    assert len(digests()) == len(TRAINING_GRAPHS)
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,11 @@ _CALLS = re.compile(r"Target\.parse\b|Rules\.load\b|MeshShape\.resolve\b")
 _OTHERS = {
     "api/checks/machine.py": "the compiler of a program that may not resolve",
     "api/checks/program.py": "finds every problem of a program that does not resolve",
+    "api/checks/samples.py": "the hosts of a target whose program may not resolve",
     "cli/compile.py": "names what an Ascend target lacks on this machine",
     "cli/plan_show.py": "refuses wrong names of --targets before any is assessed",
     "compile/extracted_graphs.py": "the machine of a torch-xla script, which has no program",
+    "config/problems.py": "the target of a configuration whose other settings are wrong",
     "launch/job.py": "needs only the number of hosts; rule files may be on the cluster alone",
     "planning/candidates.py": "the given mesh and rules, which need not fit, are replaced",
     "planning/lock.py": "an assessment, also one of another machine, names its target as text",

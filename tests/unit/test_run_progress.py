@@ -2,6 +2,7 @@
 
 import re
 
+from graphtrain.cli.compile import progress as compilation_progress
 from graphtrain.cli.run_progress import progress_reporter
 
 
@@ -50,3 +51,21 @@ def test_an_unknown_utilization_is_not_shown(capsys):
     unknown = record(1, 1.0) | {"mfu": None}
     (line,) = lines(capsys, [unknown], every=1)
     assert "mfu" not in line
+
+
+STAGES = ("queued", "starting", "tracing", "compiling", "storing after 0.1 s", "compiled")
+
+
+def test_a_command_that_is_not_about_compiling_reports_only_what_it_compiles(capsys):
+    with compilation_progress(is_main=False) as observe:
+        observe("prefill", "cached")
+        for stage in STAGES:
+            observe("decode", stage)
+    assert capsys.readouterr().err == "decode: compiling\n"
+
+
+def test_a_command_that_compiles_reports_every_stage(capsys):
+    with compilation_progress() as observe:
+        for stage in STAGES:
+            observe("train", stage)
+    assert capsys.readouterr().err.splitlines() == [f"train: {stage}" for stage in STAGES]

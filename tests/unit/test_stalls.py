@@ -41,6 +41,15 @@ def test_loading_and_the_first_steps_have_the_long_limit():
     assert after_steps(10.0, 2)[0].limit() == 60
 
 
+def test_a_first_batch_that_the_others_have_has_the_limit_of_a_step():
+    stopwatch = Stopwatch(SETTINGS)
+    stopwatch.move(Progress.at(DATA, 1), 0.0)
+    assert stopwatch.limit(others_wait=False) == 1800
+    assert stopwatch.limit(others_wait=True) == 60
+    stopwatch.move(Progress.at(COMPUTING, 1), 0.0)
+    assert stopwatch.limit(others_wait=True) == 1800
+
+
 def test_a_step_is_stalled_after_five_times_the_median():
     assert after_steps(1.0, 10)[0].limit() == 60
     assert after_steps(30.0, 10)[0].limit() == 150

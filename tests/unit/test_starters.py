@@ -121,3 +121,34 @@ def test_sizes_grow_with_the_text():
     assert [size.embed for size in sizes] == [128, 256, 512, 768]
     assert [steps_for(tokens, 2048) for tokens in (10, 10**6, 10**9)] == [100, 1900, 2000]
     assert [tokenizer_for(size) for size in (10, 10**7)] == ["bytes", "sentencepiece:4096"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"Hello, world!", "the text gives 12 tokens to train on; give at least 129, which is one"),
+        (b"\xcb\x00\x01" * 999, "of this text is not UTF-8; .* or give another file if it is a b"),
+    ],
+)
+def test_what_fails_leaves_nothing(book, content, reason):
+    Path("it.txt").write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        create_project(Path("p"), data=[Path("it.txt")])
+    assert not Path("p").exists()
+    Path("p").mkdir()
+    Path("p/notes").touch()
+    with pytest.raises(DataError, match=reason):
+        create_project(Path("p"), data=[Path("it.txt")])
+    assert [path.name for path in Path("p").iterdir()] == ["notes"]
+
+
+def test_a_binary_file_is_not_called_json(book):
+    Path("it.jsonl").write_bytes(b"\xcb\x00\x01\n")
+    with pytest.raises(DataError, match=r"line 1: byte 0 is not UTF-8 text, as of a binary file"):
+        create_project(Path("p"), data=[Path("it.jsonl")])
+
+
+@pytest.mark.parametrize("directory", ["book.txt", "book.txt/p"])
+def test_a_file_in_the_way_of_a_project_is_named(book, directory):
+    with pytest.raises(ConfigError, match=r"^book.txt is a file; name a directory that does not"):
+        create_project(Path(directory), data=[book])

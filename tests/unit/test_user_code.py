@@ -3,9 +3,11 @@
 import colorsys
 import dataclasses
 import json
+import re
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,10 +21,11 @@ from graphtrain.config.identity import differences, mathematics
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Config, Data, Loss, Mesh, Model, Optimizer, Program, Run
 from graphtrain.config.user_code import UserCode
-from graphtrain.errors import ConfigError, PlanError
+from graphtrain.errors import ConfigError, PlanError, TrainingError
 from graphtrain.graphs.optimizer import make_optimizer
 from graphtrain.graphs.plan import plan_program
 from graphtrain.graphs.token_loss import weighted_loss
+from graphtrain.run.resume import check_identity
 from lowering.machine import backends
 
 EXAMPLES = Path(__file__).parents[2] / "examples/bring-your-own"
@@ -116,7 +119,9 @@ def test_a_file_edited_after_the_request_is_not_compiled(tmp_path, monkeypatch):
     request = request_keys(made)["init"]
     (tmp_path / "mine.py").write_text("import optax\ndef sgd(): return optax.sgd(2.0)")
     with pytest.raises(PlanError, match="was edited meanwhile; compile again"):
-        worker.compile_to_cache(made, "init", request, Cache(tmp_path), tmp_path, lambda text: None)
+        worker.compile_to_cache(
+            made, "init", request, "", Cache(tmp_path), tmp_path, lambda text: None
+        )
 
 
 def test_a_local_file_that_it_imports_is_imported_again_and_no_library(tmp_path, monkeypatch):
@@ -187,3 +192,22 @@ def test_an_entry_point_of_an_installed_package_is_used(monkeypatch):
     code = UserCode("program.loss.custom", "graphtrain.losses", "mine")
     assert code.load() is json.dumps
     assert code.key_ingredients()["name"] == "json:dumps"
+
+
+def test_all_permissions_that_an_edited_file_needs_are_suggested_at_once(tmp_path):
+    identity = {"program.optimizer.custom": {"a.py": "1"}, "program.loss.custom": {"a.py": "1"}}
+    edited = {name: {"a.py": "2"} for name in identity}
+    info = SimpleNamespace(identity=identity)
+    with pytest.raises(TrainingError) as raised:
+        check_identity(tmp_path, info, edited, [])
+    words = [f"--allow-change {name}" for name in identity]
+    assert str(raised.value).endswith(f"permit it with {' '.join(words)}")
+
+
+@pytest.mark.parametrize("name", ["lion.py", "focal.py", "lines.py"])
+def test_the_page_shows_each_example_in_full(name):
+    page = (EXAMPLES.parents[1] / "docs/guides/bring-your-own.md").read_text()
+    source = (EXAMPLES / name).read_text()
+    code = re.sub(r"\A(#.*\n)+\n*", "", source)
+    assert f"```python\n{code}```" in page
+    assert len(source.splitlines()) < 40

@@ -26,8 +26,8 @@ from graphtrain.graphs.build import parameter_specs_of
 from graphtrain.models.decoder import parameter_specs
 from graphtrain.models.lora.quantize import fake_quantize
 from graphtrain.models.pipeline_stages import to_pipeline_layout
-from graphtrain.run.generate import _weights
 from graphtrain.run.initial_weights import InitialWeights
+from graphtrain.run.serving.weights import load_weights
 from graphtrain.weights.base import verify_adapter_settings
 from graphtrain.weights.convert import import_hugging_face
 from graphtrain.weights.initial import load_initial_parameters, open_initial_weights
@@ -141,7 +141,7 @@ def test_before_a_checkpoint_text_is_made_by_the_base_as_training_rounds_it(conv
         }
     )
     found = flatten(
-        _weights(resolve(begun.program), begun.run, resolve(begun.program), described, None)
+        load_weights(resolve(begun.program), begun.run, resolve(begun.program), described, None)
     )
     (up, down) = ConvertedFolder(converted).read(["layers/mlp/up", "layers/mlp/down"], 1)
     np.testing.assert_array_equal(found["layers/mlp/up"][1], fake_quantize(up, "nf4"))

@@ -49,19 +49,16 @@ def test_what_a_sample_missed_is_found_in_the_background(prefix):
     flip(prefix.with_suffix(".bin"), 100)
     check = DataCheck(Data(train=(BlendPart(dataset=str(prefix), weight=1.0),)))
     check.raise_if_damaged()
-    check.start()
-    check._thread.join()
-    with pytest.raises(DataError, match=r"train.bin: its digest differs"):
-        check.raise_if_damaged()
-    check.close()
+    with check:
+        check._thread.join()
+        with pytest.raises(DataError, match=r"train.bin: its digest differs"):
+            check.raise_if_damaged()
 
 
 def test_sound_data_is_said_to_be_sound(prefix):
-    check = DataCheck(Data(train=str(prefix), validation=str(prefix)))
-    check.start()
-    check._thread.join()
-    check.raise_if_damaged()
-    check.close()
+    with DataCheck(Data(train=str(prefix), validation=str(prefix))) as check:
+        check._thread.join()
+        check.raise_if_damaged()
     assert digest_problem(prefix) is None
 
 
@@ -71,9 +68,19 @@ def test_a_run_that_ends_first_says_what_was_not_verified(prefix, monkeypatch):
         "graphtrain.run.data_check.digest_problem",
         lambda prefix, is_stopping: check._stopping.wait() and None,
     )
-    check.start()
-    with pytest.warns(UserWarning, match=r"ended before .*train were verified as a whole"):
-        check.close()
+    with pytest.warns(UserWarning, match=r"ended before .*train were verified as a whole"), check:
+        pass
+
+
+def test_a_run_that_fails_has_the_message_of_its_error_alone(prefix, monkeypatch, recwarn):
+    check = DataCheck(Data(train=str(prefix)))
+    monkeypatch.setattr(
+        "graphtrain.run.data_check.digest_problem",
+        lambda prefix, is_stopping: check._stopping.wait() and None,
+    )
+    with pytest.raises(OSError), check:
+        raise OSError
+    assert not recwarn.list
 
 
 def test_blocks_of_a_large_file_are_spread_over_it(tmp_path):

@@ -61,6 +61,11 @@ def test_answers_and_their_ends_are_learned(tmp_path):
     assert "<|im_start|>" in (tmp_path / "out/chat_template.jinja").read_text()
     assert summary(prefix)["learned tokens"] == about.learned
     assert packing_report(str(prefix), 200) == "length 200: 3 rows, 68.5% full"
+    with (
+        pytest.warns(UserWarning, match=r"longer than --length = 9 \(the longest has"),
+        pytest.raises(DataError, match="no document can be used; increase --length"),
+    ):
+        packing_report(str(prefix), 9)
 
 
 def test_only_the_last_answer_or_everything_may_be_learned(tmp_path):

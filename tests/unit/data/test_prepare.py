@@ -18,7 +18,7 @@ TEXTS = [f"document {i}: the quick brown fox jumps over {i * i} lazy dogs" for i
 
 
 def contents(directory):
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != ".lock"}
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != ".lease"}
 
 
 def read_texts(prefix):
@@ -116,7 +116,7 @@ def test_gzip_and_blank_lines_and_empty_documents_change_nothing(make_corpus, tm
     ("line", "message"),
     [
         ("{", r"corpus\.jsonl: line 2: not JSON"),
-        ("\xff", r"corpus\.jsonl: line 2: not JSON"),
+        ("\xff", r"corpus\.jsonl: line 2: byte 0 is not UTF-8"),
         (
             "[1]",
             r"corpus\.jsonl: line 2: not a JSON object; give, for example, \{\"text\": \.\.\.\}",

@@ -34,7 +34,7 @@ prepare([sys.argv[1]], sys.argv[2], sys.argv[3], clean=["hook:count"], test=0.1,
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != ".lock"}
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != ".lease"}
 
 
 def run(place: Path, *arguments: str | Path, times: int) -> tuple[int, int]:

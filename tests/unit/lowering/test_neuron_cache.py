@@ -1,6 +1,7 @@
 """Entries, flags, locks and failures of AWS's persistent cache; nothing here compiles."""
 
 import errno
+import fcntl
 import gzip
 import json
 import os
@@ -181,6 +182,41 @@ def test_an_old_lock_is_live_while_a_compiler_here_has_the_entry(entry):
     assert state(directory, stale_after=0)[0] == "stale lock"
 
 
+def ended_process() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def own_as(path: Path, pid: int) -> None:
+    """Let a lock of this process be one of another on this host."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": pid}))
+
+
+@pytest.fixture(params=["ENOLCK", "ENOSYS"])
+def no_flock(request, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(getattr(errno, request.param), "no locks on this file system")
+
+    for function in ("flock", "lockf"):
+        monkeypatch.setattr(fcntl, function, refuse)
+
+
+def test_without_flock_a_living_owner_keeps_its_lock_and_a_dead_one_loses_it(
+    entry, tmp_path, no_flock
+):
+    directory = entry(ALL)
+    path = directory / "model.hlo_module.pb.lock"
+    assert isinstance(locks.acquire(path, tmp_path, locks.LockChecker(HOURS)), locks.HeldLock)
+    os.utime(path, (0, 0))  # its owner is busy; the kernel knows that it lives
+    refused = locks.acquire(path, tmp_path, locks.LockChecker(HOURS))
+    assert isinstance(refused, locks.Lock) and refused.is_live
+    assert f"process {os.getpid()} on {os.uname().nodename}, since " in refused.owner
+    own_as(path, ended_process())
+    assert state(directory)[0] == "stale lock"
+    assert isinstance(locks.acquire(path, tmp_path, locks.LockChecker(HOURS)), locks.HeldLock)
+
+
 def test_a_lock_of_ours_is_live_as_long_as_its_maker(entry, tmp_path):
     directory = entry(ALL)
     path = directory / "model.hlo_module.pb.lock"
@@ -191,7 +227,8 @@ def test_a_lock_of_ours_is_live_as_long_as_its_maker(entry, tmp_path):
     held.touch()
     assert path.stat().st_mtime > time.time() - 60
     assert isinstance(locks.acquire(path, tmp_path, locks.LockChecker(0)), locks.Lock)
-    os.close(held.descriptor)  # as the kernel does when its maker dies
+    os.close(held.descriptor)
+    own_as(path, ended_process())
     assert state(directory)[0] == "stale lock"
     again = locks.acquire(path, tmp_path, locks.LockChecker(HOURS))
     assert isinstance(again, locks.HeldLock)
@@ -200,9 +237,10 @@ def test_a_lock_of_ours_is_live_as_long_as_its_maker(entry, tmp_path):
 
 
 def test_a_lock_of_ours_on_another_host_is_live_while_it_is_touched(entry):
-    owner = json.dumps({"tool": "graphtrain", "host": "elsewhere", "pid": 1})
-    directory = entry(ALL | {"model.hlo_module.pb.lock": owner})
-    assert state(directory) == ("locked", "graphtrain, process 1 on elsewhere")
+    owner = {"tool": "graphtrain", "host": "elsewhere", "pid": 1, "boot": "b", "since": "noon"}
+    directory = entry(ALL | {"model.hlo_module.pb.lock": json.dumps(owner)})
+    said = "graphtrain, process 1 on elsewhere, since noon, last heartbeat 0 s ago"
+    assert state(directory) == ("locked", said)
     past = time.time() - 700
     os.utime(directory / "model.hlo_module.pb.lock", (past, past))
     assert state(directory)[0] == "stale lock"

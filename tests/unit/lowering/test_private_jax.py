@@ -26,6 +26,10 @@ REMEDIES = {
     "initialize_distributed": "jax/_src/distributed.py, State.initialize: find how a callback for "
     "the loss of the service is set now. If its argument can be converted to Python, remove the "
     "terminate handler. Without both, a lost rank ends the others with SIGABRT.",
+    "slurm_coordinator": "jax/_src/clusters/slurm_cluster.py: find how the address of a Slurm step "
+    "is computed now, or compute it here. Runs that srun starts need it.",
+    "service_answers": "jax/_src/distributed.py: find another question that the service answers. "
+    "Without it an exception of C++ is taken for the loss of rank 0, or the reverse.",
     "start_distributed_service": "jax/_src/distributed.py, State.initialize: find how it starts "
     "the service now. Only compiling for cpu:PxD in one process needs it.",
     "connect_distributed_client": "jax/_src/distributed.py, State.initialize: find how it connects "
@@ -89,6 +93,7 @@ state = private.distributed_state()
 assert (state.process_id, state.num_processes, state.client) == (0, 1, None), vars(state)
 assert hasattr(state, "coordinator_address") and hasattr(state, "preemption_sync_manager")
 state.service, state.client, state.process_id, state.num_processes = service, clients[0], 0, 2
+assert private.service_answers()
 clients[0].key_value_set("a", "b")
 assert clients[1].blocking_key_value_get("a", 1000) == "b"
 for rank in (0, 1):
@@ -105,8 +110,19 @@ os._exit(0)  # without waiting for the other rank, which is this process
 """
 
 
+@canary("slurm_coordinator")
+def test_jax_says_where_the_processes_of_a_slurm_step_connect(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4099")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node[07-09],other")
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    assert private.slurm_coordinator() == f"node07:{65536 - 4096 + 3}"
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", "77")
+    assert private.slurm_coordinator() == "node07:77"
+
+
 @canary(
     "distributed_state",
+    "service_answers",
     "start_distributed_service",
     "connect_distributed_client",
     "start_cpu_client",

@@ -1,5 +1,7 @@
 """Which process of a run this is, by what starts it."""
 
+import os
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -8,6 +10,7 @@ import pytest
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from lowering.xla import backend as xla
+from lowering.xla import distributed
 from lowering.xla.distributed import Membership, membership
 
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
@@ -42,3 +45,32 @@ def test_a_host_of_a_slice_that_knows_no_other_is_refused(monkeypatch):
         match=r"on 2 hosts, .* one process on each host, .* number of processes and its rank",
     ):
         xla.devices(Target.parse("v5p:2x2x2"))
+
+
+def test_an_error_of_this_process_keeps_its_status_when_the_others_end_first(monkeypatch):
+    """A service that is lost while a rank reports its own error does not make it a lost peer."""
+    ended = []
+    monkeypatch.setattr(distributed, "_own_status", [])
+    monkeypatch.setattr(distributed, "_WATCHDOG_START", 0)
+    monkeypatch.setattr(distributed, "is_watched", threading.Event())
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    monkeypatch.setattr(distributed, "count", lambda: 2)
+    monkeypatch.setattr(distributed, "_state", lambda: SimpleNamespace(client=LostService()))
+    monkeypatch.setattr(os, "_exit", end(ended))
+    distributed.wait_for_failed_ranks(3)
+    with pytest.raises(SystemExit):
+        distributed._end_without_peers()
+    assert ended == [3]
+
+
+class LostService:
+    def key_value_set(self, key, value):
+        raise RuntimeError
+
+
+def end(ended: list[int]):
+    def exit_now(status: int):
+        ended.append(status)
+        raise SystemExit
+
+    return exit_now

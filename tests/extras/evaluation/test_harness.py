@@ -1,0 +1,238 @@
+"""lm-eval on an engine without a model: requests, answers, examples, data and errors."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from task_files import COUNT, SPLITS, row, write_tasks
+from toy_engine import ToyEngine
+
+from graphtrain.data.prepare.chat_templates import find_template
+from graphtrain.data.tokenizers.byte import ByteTokenizer
+from graphtrain.errors import DataError
+from graphtrain.run.evaluation.answer_journal import AnswerJournal
+from graphtrain.run.evaluation.evaluate_tasks import TaskSettings, evaluate_tasks
+from graphtrain.run.evaluation.harness_model import EngineModel, TextFormat
+from graphtrain.run.evaluation.task_directory import check_directory, fill_script
+from graphtrain.run.serving.chat_format import ChatFormat
+
+# The engine says that a text is impossible where a model would give it a small probability.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+TOKENIZER = ByteTokenizer()
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    write_tasks(tmp_path / "tasks")
+    return tmp_path
+
+
+def evaluated(place: Path, *tasks: str, engine: ToyEngine | None = None, **settings):
+    engine = engine or ToyEngine(context_length=4096, chunk=256)
+    given = {"data": place / "tasks", "limit": 3, **settings}
+    progress = given.pop("progress", lambda kind, finished, count: None)
+    return evaluate_tasks(
+        TaskSettings(tasks=tasks, **given),
+        lambda: (engine, TextFormat(TOKENIZER, ())),
+        {"run": "toy", "step": 1},
+        place / "answers.jsonl",
+        progress,
+    )
+
+
+def test_log_likelihoods_are_those_of_the_texts_and_examples_are_in_the_prompts(place):
+    results = evaluated(place, "boolq", "mmlu_anatomy", fewshot=2)
+    engine = ToyEngine(context_length=4096, chunk=256)
+    for task in ("boolq", "mmlu_anatomy"):
+        samples = results.samples[task]
+        assert len(samples) == 3
+        for sample in samples:
+            for (context, end), (answer,) in zip(sample["arguments"], sample["resps"], strict=True):
+                begin = len(context.encode())
+                choices = engine.score((context + end).encode())[begin:]
+                assert math.isclose(answer[0], sum(one.log_prob for one in choices))
+                assert context.count("Answer:") == 3
+    example = row("mmlu_anatomy", 0)  # the first rows of the split dev
+    assert example["question"] in results.samples["mmlu_anatomy"][0]["arguments"][0][0]
+    assert results.document["n-shot"] == {"boolq": 2, "mmlu_anatomy": 2}
+    assert 0 <= results.document["results"]["boolq"]["acc,none"] <= 1
+    assert "boolq" in results.table()
+    document = json.loads(results.json())
+    assert document["graphtrain"]["data"]["boolq"]["validation"]["file"].endswith(".jsonl")
+    assert len(results.sample_lines().splitlines()) == 6
+
+
+def test_texts_end_before_stop_strings_and_answers_are_not_computed_again(place):
+    counts: list[tuple] = []
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(kind, finished, count):
+        if finished == 2:
+            raise Interrupted
+
+    task = "bbh_zeroshot_boolean_expressions"
+    with pytest.raises(Interrupted):
+        evaluated(place, task, progress=interrupt)
+    results = evaluated(place, task, progress=lambda *given: counts.append(given))
+    assert counts[0] == ("generating", 2, 3) and counts[-1] == ("generating", 3, 3)
+    assert results.document["graphtrain"]["reused_answers"] == 2
+    again = ToyEngine(context_length=4096, chunk=256)
+    same = evaluated(place, task, engine=again)
+    assert again.calls == []
+    assert same.samples[task] == results.samples[task]
+    for sample in results.samples[task]:
+        (context, settings), ((answer,),) = sample["arguments"][0], sample["resps"]
+        prompt = list(context.encode())
+        toy = ToyEngine(context_length=4096, chunk=256)
+        tokens: list[int] = []
+        while len(tokens) < 256 and not any(
+            stop in bytes(tokens).decode(errors="replace") for stop in settings["until"]
+        ):
+            tokens.append(toy._answer([*prompt, *tokens], 0))
+        want = bytes(tokens).decode(errors="replace")
+        for stop in settings["until"]:
+            want = want.partition(stop)[0]
+        assert answer == want
+
+
+def test_a_group_has_the_tasks_that_lm_eval_gives_it(place):
+    reports = check_directory(["mmlu", "bbh_zeroshot", "ceval-valid", "agieval"], place / "tasks")
+    names = [report.task for report in reports]
+    assert sum(name.startswith("mmlu_") for name in names) == 57
+    assert sum(name.startswith("bbh_zeroshot_") for name in names) == 27
+    assert sum(name.startswith("ceval-valid_") for name in names) == 52
+    assert sum(name.startswith("agieval_") for name in names) == 21
+    found = [report for report in reports if report.problem is None]
+    assert sorted(one.task for one in found) == sorted(
+        task for task in SPLITS if task.startswith(("mmlu", "bbh", "ceval", "agieval"))
+    )
+    assert {file["rows"] for one in found for file in one.files.values()} == {COUNT}
+
+
+def test_a_group_that_is_evaluated_has_its_own_result(place, tmp_path):
+    (tmp_path / "pair.yaml").write_text(json.dumps({
+        "group": "pair", "task": ["boolq", "agieval_aqua_rat"],
+        "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+    }))  # fmt: skip
+    results = evaluated(place, str(tmp_path / "pair.yaml")).document
+    parts = [results["results"][task]["acc,none"] for task in ("boolq", "agieval_aqua_rat")]
+    assert results["groups"]["pair"]["acc,none"] == pytest.approx(sum(parts) / 2)
+
+
+def test_what_is_missing_is_named(place, tmp_path):
+    def fails(message, *tasks, **settings):
+        with pytest.raises(DataError, match=message):
+            evaluated(place, *tasks, **settings)
+
+    fails(r"--tasks bolq: lm-eval has no task.*did you mean.*boolq", "bolq")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    fails(rf"boolq: no {empty}/boolq/validation.jsonl or {empty}/super_glue/boolq/", "boolq",
+          data=empty)  # fmt: skip
+    (place / "tasks" / "boolq" / "train.jsonl").unlink()
+    assert evaluated(place, "boolq").document["n-samples"]["boolq"]["effective"] == 3
+    fails(r"boolq: no .*/boolq/train.jsonl.*; there is validation.jsonl", "boolq", fewshot=2)
+    file = place / "tasks" / "boolq" / "validation.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    del rows[1]["label"]
+    file.write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+    fails(r"validation.jsonl: row 2 has no field 'label'", "boolq")
+    file.write_text('{"passage": "a", "label": 1}\n')
+    fails(r"validation.jsonl: has no field 'question'", "boolq")
+    file.write_text("not json\n")
+    fails(r"validation.jsonl: cannot be read as rows", "boolq")
+    fails("the task boolq reads data; name its directory with --data", "boolq", data=None)
+    fails("humaneval runs code that the model writes; pass --allow-code", "humaneval")
+    unconfined = "longproc_pseudo_to_code_0.5k"
+    fails(f"{unconfined} runs code .* by its own means", unconfined, allow_code=True)
+    (file.parent / "validation.parquet").touch()
+    fails("validation.jsonl and .*validation.parquet are the same split", "boolq")
+    small = ToyEngine(context_length=200, chunk=64)
+    fails(r"gsm8k: generates up to 256 tokens, which leaves no room", "gsm8k", engine=small)
+
+
+def test_code_runs_confined(place):
+    results = evaluated(place, "humaneval", allow_code=True, limit=2)
+    assert results.document["results"]["humaneval"]["pass@1,create_test"] == 0.0
+
+
+def test_a_program_fills_a_directory(tmp_path):
+    script = fill_script(["boolq", "mmlu_anatomy"], tmp_path)
+    compile(script, "fill.py", "exec")
+    assert "('boolq', 'aps/super_glue', 'boolq', ['validation', 'train'], {})" in script
+    assert "('mmlu_anatomy', 'cais/mmlu', 'anatomy', ['test', 'dev'], {})" in script
+
+
+SHUFFLED = """
+task: shuffled
+dataset_path: shuffled
+test_split: test
+output_type: generate_until
+process_docs: !function shuffled.process
+doc_to_text: "{{word}}"
+doc_to_target: "{{word}}"
+generation_kwargs: {until: ["x"], max_gen_toks: 1}
+metric_list: [{metric: exact_match}]
+"""
+PROCESS = """
+import random
+
+def process(dataset):
+    return dataset.map(lambda row: {"word": random.choice("abcdefghijklmnopqrstuvwxyz")})
+"""
+
+
+def test_tasks_that_draw_when_they_are_loaded_draw_from_the_seed_of_lm_eval(place):
+    (place / "shuffled.yaml").write_text(SHUFFLED)
+    (place / "shuffled.py").write_text(PROCESS)
+    (place / "tasks" / "shuffled").mkdir()
+    rows = "".join(json.dumps({"row": index}) + "\n" for index in range(8))
+    (place / "tasks" / "shuffled" / "test.jsonl").write_text(rows)
+    random.seed(7)
+    results = evaluated(place, str(place / "shuffled.yaml"), limit=8)
+    seeded = random.Random(0)
+    want = [seeded.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(8)]
+    assert [one["arguments"][0][0] for one in results.samples["shuffled"]] == want
+
+
+def test_examples_that_a_group_asks_for_are_not_taken_from_the_rows_that_are_evaluated(place):
+    member = {"task": "mmlu_anatomy", "num_fewshot": 2}
+    (place / "shots.yaml").write_text(json.dumps({"group": "shots", "task": [member]}))
+    results = evaluated(place, str(place / "shots.yaml"))
+    assert results.document["n-shot"]["mmlu_anatomy"] == 2
+    (place / "tasks" / "mmlu_anatomy" / "dev.jsonl").unlink()
+    with pytest.raises(DataError, match=r"mmlu_anatomy: no .*/mmlu_anatomy/dev.jsonl"):
+        evaluated(place, str(place / "shots.yaml"))
+
+
+@pytest.fixture
+def journal(tmp_path):
+    with AnswerJournal(tmp_path / "answers.jsonl") as opened:
+        yield opened
+
+
+def harness_model(journal, engine: ToyEngine, chat: ChatFormat | None = None) -> EngineModel:
+    return EngineModel(engine, TextFormat(TOKENIZER, (), chat), journal, lambda *given: None)
+
+
+def test_a_text_after_no_token_is_refused(journal):
+    model = harness_model(journal, ToyEngine())
+    for end in ([5], [5, 6]):
+        with pytest.raises(DataError, match="a context of spaces alone"):
+            model._loglikelihood_tokens([(None, [], end)])
+
+
+def test_what_ends_an_answer_of_a_conversation_ends_a_text_and_the_penalty_is_kept(journal):
+    chat = ChatFormat(find_template("chatml", TOKENIZER, ""), TOKENIZER, (), (65, 66), ("END",))
+    model = harness_model(journal, ToyEngine(context_length=512), chat)
+    settings = {"until": ["x"], "repetition_penalty": 1.5, "top_k": 3, "do_sample": False}
+    request = model._sequence("prompt", settings, 0, "task")
+    assert set(request.sampling.stop_tokens) == {65, 66} | ({TOKENIZER.eod} - {None})
+    assert "END" in request.stop and "x" in request.stop
+    assert request.sampling.repetition_penalty == 1.5
+    assert (request.sampling.temperature, request.sampling.top_k) == (0.0, 0)

@@ -1,0 +1,238 @@
+"""Tasks of lm-eval on compiled programs: what lm-eval's own model of transformers gives."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from random_models import LLAMA
+from task_files import SPLITS, write_tasks
+
+from graphtrain.api.evaluation import evaluate_tasks
+from graphtrain.api.programs import compile as compile_programs
+from graphtrain.cli import evaluate as evaluate_command
+from graphtrain.data.tokenizers.huggingface import train_bpe
+from graphtrain.errors import DataError, MissingProgram
+from graphtrain.run.evaluation.task_results import TaskResults
+from graphtrain.weights.convert import import_hugging_face
+
+CONTEXT = 640
+LIMIT = 3
+
+CONFIG = """
+[program]
+target = "cpu:8"
+mesh = {{ data = 2, fsdp = 2, tensor = 2 }}
+batch = {{ global_batch_size = 4, seq_len = 64 }}
+serve = {{ slots = 4, context_length = {context}, prefill = [32] }}
+
+[program.model]
+layers = 2
+embed = 32
+heads = 4
+kv_heads = 2
+mlp = 48
+vocab = 264
+vocab_padding = 7
+dtype = "float32"
+norm_epsilon = 1e-6
+
+[run]
+directory = "{path}/run"
+init_from = "{path}/ours"
+steps = 1
+data = {{ train = "data" }}
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(*arguments, **settings):
+        raise AssertionError("a socket was used")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with random weights, ours and theirs, their programs, and data of tasks."""
+    path = tmp_path_factory.mktemp("evaluation")
+    source = transformers.LlamaConfig(
+        **LLAMA.to_diff_dict() | {"eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 0}
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(source).save_pretrained(path / "source")
+    train_bpe(["the fox"], 257).save(path / "source")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (path / "source" / "tokenizer_config.json").write_text(json.dumps(settings))
+    import_hugging_face(path / "source", path / "ours", lambda done, count: None)
+    (path / "a.toml").write_text(CONFIG.format(path=path, context=CONTEXT))
+    write_tasks(path / "tasks")
+    with warnings.catch_warnings(action="ignore"):  # there is no data to train on
+        compile_programs(path / "a.toml", cache=path / "cache", purpose="evaluate")
+    return path
+
+
+def ours(place: Path, tasks, **settings) -> TaskResults:
+    given = {"data": place / "tasks", "cache": place / "cache", "limit": LIMIT} | settings
+    return evaluate_tasks(place / "a.toml", tasks, **given)
+
+
+def theirs(place: Path, tasks, **settings):
+    """What lm-eval gives with transformers, on task files that name the same data."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    include = place / f"include-{'-'.join(tasks)}"
+    include.mkdir(exist_ok=True)
+    import lm_eval
+
+    packaged = Path(lm_eval.__file__).parent / "tasks"
+    for task in tasks:
+        (file,) = [
+            one
+            for one in packaged.rglob("*.yaml")
+            if f"\ntask: {task}\n" in "\n" + one.read_text().replace('"', "")
+        ]
+        files = {split: str(place / "tasks" / task / f"{split}.jsonl") for split in SPLITS[task]}
+        dataset = {"dataset_path": "json", "dataset_name": None}
+        if task == "wikitext":  # lm-eval reads the examples even where prompts have none
+            dataset |= {"training_split": None, "validation_split": None}
+        kwargs = {"dataset_kwargs": {"data_files": files, "cache_dir": str(include / "cache")}}
+        text = json.dumps({"include": str(file), "task": task} | dataset | kwargs)
+        (include / f"{task}.yaml").write_text(text)
+    model = HFLM(
+        pretrained=str(place / "source"), device="cpu", dtype="float32", max_length=CONTEXT
+    )
+    return simple_evaluate(
+        model,
+        tasks=list(tasks),
+        task_manager=TaskManager(include_path=str(include), include_defaults=False),
+        limit=LIMIT,
+        **settings,
+    )
+
+
+def numbers(results) -> dict:
+    """The metrics of each task, without names and errors of sampling."""
+    return {
+        task: {
+            name: value
+            for name, value in metrics.items()
+            if isinstance(value, int | float) and "stderr" not in name
+        }
+        for task, metrics in results.items()
+    }
+
+
+def test_scores_and_texts_are_those_of_transformers(place):
+    tasks = [task for task in SPLITS if task != "humaneval"]
+    got, want = ours(place, tasks), theirs(place, tasks)
+    for task in tasks:
+        assert len(got.samples[task]) == len(want["samples"][task]) > 0
+        for mine, other in zip(got.samples[task], want["samples"][task], strict=True):
+            assert mine["arguments"] == other["arguments"]
+            assert mine["doc_id"] == other["doc_id"]
+            for (answer,), (expected,) in zip(mine["resps"], other["resps"], strict=True):
+                if isinstance(expected, str):
+                    assert answer == expected
+                elif isinstance(expected, float):  # of a text of a thousand tokens
+                    assert answer == pytest.approx(expected, rel=1e-5)
+                else:
+                    assert answer[0] == pytest.approx(expected[0], abs=1e-4)
+                    assert answer[1] == expected[1]
+    perplexity = got.document["results"].pop("wikitext"), want["results"].pop("wikitext")
+    assert perplexity[0]["word_perplexity,none"] == pytest.approx(
+        perplexity[1]["word_perplexity,none"], rel=1e-3
+    )
+    assert numbers(got.document["results"]) == numbers(want["results"])
+    assert got.document["n-shot"] == want["n-shot"]
+    assert got.document["versions"] == want["versions"]
+
+
+SMALL = ["boolq", "agieval_aqua_rat"]  # 2 answers a row
+
+KILLED = """
+import os, signal, sys
+from graphtrain.api.evaluation import evaluate_tasks
+
+def on_progress(kind, finished, count):
+    if finished == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+evaluate_tasks(
+    sys.argv[1] + "/a.toml", {tasks!r}, data=sys.argv[1] + "/tasks", cache=sys.argv[1] + "/cache",
+    limit={limit}, step="last", set=["run.directory=" + sys.argv[1] + "/killed"],
+    on_progress=on_progress,
+)
+"""
+
+
+def test_an_evaluation_that_was_killed_computes_only_the_rest(place):
+    script = KILLED.format(tasks=SMALL, limit=LIMIT)
+    killed = subprocess.run([sys.executable, "-c", script, str(place)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    directory = {"set": [f"run.directory={place}/killed"]}
+    counts = []
+    resumed = ours(place, SMALL, on_progress=lambda *given: counts.append(given), **directory)
+    requests = LIMIT * 2 * len(SMALL)
+    assert resumed.document["graphtrain"]["reused_answers"] == 7
+    assert counts == [("scoring", done, requests) for done in range(7, requests + 1)]
+    whole = ours(place, SMALL)
+    assert numbers(resumed.document["results"]) == numbers(whole.document["results"])
+    assert [one["resps"] for task in SMALL for one in resumed.samples[task]] == [
+        one["resps"] for task in SMALL for one in whole.samples[task]
+    ]
+
+
+def test_the_command_prints_and_writes_results(place, tmp_path):
+    words = [str(place / "a.toml"), "--tasks", "boolq,mmlu_anatomy", "--data", str(place / "tasks"),
+             "--cache", str(place / "cache"), "--limit", "2", "--fewshot", "1"]  # fmt: skip
+    files = ["--samples", str(tmp_path / "samples.jsonl"), "--report", str(tmp_path / "r.json")]
+    result = CliRunner().invoke(evaluate_command.command, [*words, *files])
+    assert result.exit_code == 0, result.exception
+    assert "boolq" in result.stdout and "anatomy" in result.stdout
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["n-shot"] == {"boolq": 1, "mmlu_anatomy": 1}
+    origin = report["graphtrain"]
+    assert origin["step"] == 0 and len(origin["data"]["boolq"]["validation"]["sha256"]) == 64
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [one["task"] for one in lines] == ["boolq"] * 2 + ["mmlu_anatomy"] * 2
+    printed = CliRunner().invoke(evaluate_command.command, [*words, "--json"])
+    assert json.loads(printed.stdout)["results"] == report["results"]
+
+
+def test_code_of_a_task_file_runs_confined_and_only_if_it_is_allowed(place, tmp_path):
+    short = {"include": packaged("humaneval"), "task": "humaneval_short"}
+    short |= {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}}
+    short |= {"dataset_path": "json", "dataset_name": None}
+    files = {"test": str(place / "tasks" / "humaneval" / "test.jsonl")}
+    short |= {"dataset_kwargs": {"data_files": files, "cache_dir": str(tmp_path)}}
+    (tmp_path / "short.yaml").write_text(json.dumps(short))
+    with pytest.raises(DataError, match="humaneval_short runs code that the model writes; pass"):
+        ours(place, [str(tmp_path / "short.yaml")])
+    got = ours(place, [str(tmp_path / "short.yaml")], allow_code=True, limit=2)
+    assert got.document["results"]["humaneval_short"]["pass@1,create_test"] == 0.0
+    with pytest.raises(DataError, match=r"humaneval: generates up to 1024 tokens, which leaves no"):
+        ours(place, ["humaneval"], allow_code=True, limit=2)
+
+
+def packaged(task: str) -> str:
+    import lm_eval
+
+    return str(Path(lm_eval.__file__).parent / "tasks" / task / f"{task}.yaml")
+
+
+def test_a_missing_program_is_an_error_before_anything_is_computed(place, tmp_path):
+    with pytest.raises(MissingProgram, match="compile") as missing:
+        ours(place, ["boolq"], cache=tmp_path)
+    assert missing.value.exit_status == 3
