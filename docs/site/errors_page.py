@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from markdown import table
 
-from graphtrain import errors
+from graphtrain import errors, files
 from lowering import errors as _lowering_errors  # defines more of them
 from sharding_rules.errors import UserError
 
@@ -23,6 +23,8 @@ traceback: please report it.
 ## Exit statuses
 
 """
+# Of the errors of other modules no caller needs to know the class.
+_MODULES = ("graphtrain.errors", "graphtrain.files", "lowering.errors", "sharding_rules.errors")
 CLASSES = """
 ## Exceptions
 
@@ -47,12 +49,13 @@ def page() -> str:
 
 def error_classes() -> list[type[UserError]]:
     """Return UserError and all of its subclasses that the product defines, by module and name."""
-    assert _lowering_errors.LoweringError in UserError.__subclasses__()
+    defined = UserError.__subclasses__()
+    assert _lowering_errors.LoweringError in defined and files.OutputExists in defined
     return sorted(_with_subclasses(UserError), key=lambda one: (one.__module__, one.__name__))
 
 
 def _with_subclasses(one: type[UserError]) -> Iterator[type[UserError]]:
-    if one.__module__ in ("graphtrain.errors", "lowering.errors", "sharding_rules.errors"):
+    if one.__module__ in _MODULES:
         yield one
     for inner in one.__subclasses__():
         yield from _with_subclasses(inner)

@@ -12,7 +12,9 @@ every step, and one for every evaluation. TensorBoard shows the same numbers (`t
 
 """
 TAIL = """
-A resumed run removes the records of steps after its checkpoint, because these steps run again.
+Losses, norms and rates have nine significant digits, from which a float32 is read back exactly;
+times and speeds have six. A resumed run removes the records of steps after its checkpoint, because
+these steps run again.
 To read the file from Python:
 
 ```python
