@@ -43,8 +43,12 @@ class TaskFile:
     @property
     def can_confine_code(self) -> bool:
         """Return whether its functions run code by the metric code_eval, which is replaced."""
-        functions = self.path.parent.glob("*.py")
-        return any("code_eval" in file.read_text(errors="replace") for file in functions)
+        modules = {Path(f"{name.rpartition('.')[0]}.py") for name in _function_names(self.settings)}
+        return any(
+            "code_eval" in module.read_text(errors="replace")
+            for module in modules
+            if os.path.isfile(module)  # False too for a prompt that is too long to be a path
+        )
 
 
 class TaskCatalog:
@@ -159,6 +163,17 @@ class TaskCatalog:
     @property
     def _names(self) -> list[str]:
         return sorted(self._files)
+
+
+def _function_names(settings: Any) -> Iterator[str]:
+    """Yield the functions in settings, whose modules lm-eval writes as absolute paths."""
+    if isinstance(settings, dict):
+        settings = list(settings.values())
+    if isinstance(settings, list):
+        for one in settings:
+            yield from _function_names(one)
+    elif isinstance(settings, str) and settings.startswith("/"):
+        yield settings
 
 
 def _words(lines: re.Pattern[str], text: str) -> set[str]:
