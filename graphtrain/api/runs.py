@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 
 from graphtrain.api.checks.purpose import evaluation_purpose, run_purpose
 from graphtrain.api.configuration import (
+    Observer,
     Settings,
     checked_config,
     load_config,
     log,
+    name_of,
+    observe_nothing,
     open_cache,
 )
 from graphtrain.api.programs import compile_missing
@@ -42,6 +45,7 @@ def train(
     processes: int | None = None,
     rank: int | None = None,
     compile_hint: str = _COMPILE,
+    observe: Observer = observe_nothing,
     log: Callable[[str], None] = log,
 ) -> RunSummary:
     """Train from compiled programs, and from the last checkpoint if there is one.
@@ -61,10 +65,12 @@ def train(
         processes: Number of processes of the run.
         rank: Rank of this process, from 0.
         compile_hint: What compiles missing programs, for the error message.
+        observe: Called with the progress of compilations.
         log: Called with what is fetched from a remote cache; by default the logger "graphtrain".
 
     Raises:
         MissingProgram: a program is not compiled.
+        CompilationFailed: a program was to be compiled, and could not be.
         CallbackError: a callback raised an exception.
         UserError: something else that the user can change; its text says what.
     """
@@ -83,14 +89,18 @@ def train(
     )
     settings = checked.config
     program, store = resolve(settings.program), open_cache(cache)
-    if compile:
-        compile_missing(settings, cache=cache, log=log)
-    else:
+
+    def prepare() -> None:
+        if compile:
+            name = name_of(checked.source)
+            compile_missing(settings, name=name, cache=cache, observe=observe, log=log)
+            return
         tasks = run_tasks({"run": program}, ("run",) if settings.run.samples else ())
         pull_requests(store, [task.request for task in tasks], log)
+
+    join_run(program.target, settings.run.watchdog, coordinator, processes, rank, prepare)
     from graphtrain.run.train import train as train_program
 
-    join_run(program.target, settings.run.watchdog, coordinator, processes, rank)
     return train_program(
         program,
         settings.run,

@@ -1,14 +1,15 @@
 """graphtrain run: train from compiled programs."""
 
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from graphtrain.api.checks.purpose import run_purpose
+from graphtrain.api.configuration import observe_nothing
 from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     cache_option,
@@ -23,7 +24,7 @@ from graphtrain.cli.terminal import say
 from lowering.machine import startup
 
 if TYPE_CHECKING:
-    from graphtrain.config.schema import Config, Run
+    from graphtrain.config.schema import Run
     from graphtrain.run.events import RunSummary
 
 _SIGNAL_STATUS = 128  # plus the signal number, the convention of shells
@@ -95,20 +96,20 @@ def command(
     from graphtrain.api.runs import train
 
     run = checked.config.run
-    if compile_missing:
-        _compile_missing(checked.config, config, cache)
     reporter = progress_reporter(run.steps, run.report_every, verbose=verbose)
-    with nullcontext() if quiet else reporter as progress:
+    with _reported_compilation(), nullcontext() if quiet else reporter as progress:
         summary = train(
             checked,
             callbacks=[] if progress is None else [progress],
             cache=cache,
+            compile=compile_missing,
             allow_change=allowed_changes,
             fresh=fresh,
             coordinator=coordinator,
             processes=count,
             rank=rank,
             compile_hint=compile_hint(config, target, overrides, cache),
+            observe=observe_nothing if progress is None else progress.observe,
             log=say,
         )
     if is_rank_zero():
@@ -121,15 +122,16 @@ def command(
         print_curve(summary.directory)
 
 
-def _compile_missing(settings: "Config", config: Path, cache: Path) -> None:
-    from graphtrain.api.programs import compile_missing
-    from graphtrain.cli.compile import print_problems, print_report, progress
+@contextmanager
+def _reported_compilation() -> Iterator[None]:
+    """Print the report of a compilation that failed, and end with its status."""
     from graphtrain.compile.tasks import CompilationFailed
 
     try:
-        with progress() as observe:
-            compile_missing(settings, name=str(config), cache=cache, observe=observe, log=say)
+        yield
     except CompilationFailed as error:
+        from graphtrain.cli.compile import print_problems, print_report
+
         print_problems(error.report)
         print_report(error.report)
         sys.exit(error.exit_status)

@@ -27,6 +27,10 @@ class ProgressLines(Callback):
     verbose: bool = False  # also name checkpoints
     speed: MeanSpeed = field(default_factory=MeanSpeed)
 
+    def observe(self, label: str, stage: str) -> None:
+        """Report the stage of a graph that is compiled before the run."""
+        say(f"{label}: {stage}")
+
     def on_run_start(self, start: RunStart) -> None:
         say("\n".join(opening_lines(start)))
 
@@ -55,6 +59,10 @@ class ProgressBar(Callback):
     row: Any
     speed: MeanSpeed = field(default_factory=MeanSpeed)
 
+    def observe(self, label: str, stage: str) -> None:
+        """Show the stage of a graph that is compiled before the run."""
+        self.display.update(self.row, description=f"{label}: {stage}")
+
     def on_run_start(self, start: RunStart) -> None:
         for line in opening_lines(start):
             self.display.console.print(printable(line), markup=False, highlight=False)
@@ -70,7 +78,9 @@ class ProgressBar(Callback):
 
 
 @contextmanager
-def progress_reporter(steps: int, every: int, *, verbose: bool = False) -> Iterator[Callback]:
+def progress_reporter(
+    steps: int, every: int, *, verbose: bool = False
+) -> Iterator[ProgressLines | ProgressBar]:
     """Yield a callback that shows progress: live on a terminal, elsewhere one line per report.
 
     Args:

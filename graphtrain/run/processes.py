@@ -1,5 +1,7 @@
 """Connection of this process to the other processes of a run."""
 
+from collections.abc import Callable
+
 from graphtrain.config.schema import Watchdog
 from graphtrain.run.stalls import max_silence
 from lowering.machine import host
@@ -13,8 +15,12 @@ def join_run(
     coordinator: str | None = None,
     count: int | None = None,
     rank: int | None = None,
+    prepare: Callable[[], None] = lambda: None,
 ) -> None:
     """Configure the memory of this process and connect it to the other processes of the run.
+
+    The processes first meet, so that each is observed while it prepares its programs, and named if
+    it is lost.
 
     Args:
         target: machine of the run.
@@ -22,6 +28,7 @@ def join_run(
         coordinator: host:port of rank 0; like the other two, None to read it from the environment.
         count: number of processes.
         rank: rank of this process.
+        prepare: fetches or compiles the programs; called on every rank, however long it takes.
 
     Raises:
         PeerLost: another process is lost, or did not join in time.
@@ -31,10 +38,16 @@ def join_run(
     if target.runs_on_cpu:
         host.retain_freed_memory()
     distributed.check_process_count(target, member)
-    if member is not None and member.count > 1:
-        distributed.initialize(
-            member, target, join_timeout=limits.join_timeout, silence=max_silence(limits)
-        )
+    if member is None or member.count == 1:
+        prepare()
+        return
+    distributed.initialize(
+        member,
+        target,
+        join_timeout=limits.join_timeout,
+        silence=max_silence(limits),
+        prepare=prepare,
+    )
 
 
 def expected_rank(

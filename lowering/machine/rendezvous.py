@@ -2,8 +2,8 @@
 
 JAX's service does not say which processes have connected, and needs minutes to notice that one has
 ended. So every process first connects to rank 0, at the address that JAX's service will use, and
-stays connected until JAX has connected all of them. A rank is lost if its connection ends or is
-silent; rank 0 tells the others.
+stays connected while each of them prepares the run, for example compiles, and until JAX has
+connected all of them. A rank is lost if its connection ends or is silent; rank 0 tells the others.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from lowering.errors import LoweringError, PeerLost
+from sharding_rules.errors import UserError
 
-_HELLO = "graphtrain-rendezvous-1"  # first word of a connection, with the version of the protocol
-_WELCOME, _BEAT, _JOINED, _LEFT = "welcome", "beat", "joined", "left"
-_REFUSED, _LOST = "refused", "lost"  # followed by the reason
+_HELLO = "graphtrain-rendezvous-2"  # first word of a connection, with the version of the protocol
+_WELCOME, _BEAT, _JOINED, _PREPARED, _LEFT = "welcome", "beat", "joined", "prepared", "left"
+_REFUSED, _LOST, _FAILED = "refused", "lost", "failed"  # followed by the reason
+_CONNECTING = "the processes connected"  # what a process does when another is lost
+_PREPARING = "the programs were looked up, fetched or compiled"
 _INTERVAL = 1.0  # seconds between heartbeats
 _ANSWER_SECONDS = 5.0  # for the first line of a connection; another service may have the address
 _RETRY_SECONDS = 0.2
@@ -30,6 +33,7 @@ _SUSPENDED_SECONDS = 4.0  # without a turn of this process's thread: the process
 _VERDICT_SECONDS = 5.0  # for the verdict that explains an error of JAX
 _CLOSING_SECONDS = 2.0  # for the other processes to read the last lines
 _MAX_LISTED_RANKS = 20  # ranks that a message lists
+_MAX_REASON = 2000  # characters of the error of another rank
 
 
 @dataclass(frozen=True)
@@ -45,25 +49,26 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def joined(meeting: Meeting, end: Callable[[str], None]) -> Iterator[None]:
+def joined(meeting: Meeting, end: Callable[[LoweringError], None]) -> Iterator[Session]:
     """Wait until all processes have joined, and observe them while the context is open.
 
     Args:
         meeting: rank of this process, and where it meets the others.
-        end: called on another thread, with a message, if a rank is lost while the context is open.
+        end: called on another thread, with the reason, if a rank is lost or fails while the context
+            is open.
 
     Raises:
         PeerLost: a rank is lost or did not join in time; the message names it.
         LoweringError: rank 0 cannot listen, or refused this process.
     """
-    session = _Session(meeting, _listen(meeting) if meeting.rank == 0 else None, end)
+    session = Session(meeting, _listen(meeting) if meeting.rank == 0 else None, end)
     thread = threading.Thread(target=session.run, name="rendezvous", daemon=True)
     thread.start()
     session.all_joined.result()
     try:
-        yield
+        yield session
     except BaseException as error:
-        reason = f"rank {meeting.rank} has ended while the processes connected; see what it printed"
+        reason = f"rank {meeting.rank} has ended while {session.doing}; see what it printed"
         if isinstance(error, RuntimeError):
             thread.join(_VERDICT_SECONDS)  # a lost rank may be the cause, and ends this process
             first = str(error).partition("\n")[0]
@@ -148,13 +153,19 @@ class _Peer:
             await asyncio.wait_for(self.writer.wait_closed(), _CLOSING_SECONDS)
 
 
-class _Session:
+class Session:
     """The part of this process in the rendezvous, on a thread of its own."""
 
     def __init__(
-        self, meeting: Meeting, listener: socket.socket | None, end: Callable[[str], None]
+        self,
+        meeting: Meeting,
+        listener: socket.socket | None,
+        end: Callable[[LoweringError], None],
     ) -> None:
         self.all_joined: Future[None] = Future()  # for the main thread
+        self.doing = _CONNECTING
+        self._all_prepared: Future[None] = Future()  # for the main thread
+        self._prepared: set[int] = set()  # ranks that rank 0 knows to be prepared
         self._meeting, self._listener, self._end = meeting, listener, end
         self._peers: dict[int, _Peer] = {}  # those that this process observes: all, or rank 0
         self._deadline = time.monotonic() + meeting.join_timeout
@@ -171,19 +182,54 @@ class _Session:
             if not self.all_joined.done():
                 self.all_joined.set_exception(error)
             elif isinstance(error, LoweringError):
-                self._end(str(error))
+                self._end(error)
+                if not self._all_prepared.done():
+                    self._all_prepared.set_exception(error)
             else:
                 raise
 
-    def leave(self, reason: str = "") -> None:
+    def prepare(self, action: Callable[[], None]) -> None:
+        """Run an action of any duration on every rank, and wait until it has ended on all of them.
+
+        Raises:
+            UserError: the action failed on this rank; the others are told, and end.
+        """
+        self.doing = _PREPARING
+        try:
+            action()
+        except UserError as error:
+            first = str(error).partition("\n")[0][:_MAX_REASON]
+            self.leave(f"rank {self._meeting.rank} ended with an error: {first}", _FAILED)
+            raise
+        self._call(lambda: self._note_prepared(self._meeting.rank))
+        self._all_prepared.result()
+        self.doing = _CONNECTING
+
+    def _note_prepared(self, rank: int) -> None:
+        """Note that a rank is prepared; from rank 0, that all are."""
+        own = self._meeting.rank
+        self._prepared.add(rank)
+        if own and rank:
+            self._tell(_PREPARED)  # to rank 0
+        elif own:
+            self._all_prepared.set_result(None)
+        elif len(self._prepared) == self._meeting.count:
+            self._tell(_PREPARED)
+            self._all_prepared.set_result(None)
+
+    def leave(self, reason: str = "", word: str = _LOST) -> None:
         """End the observation: JAX has connected this process, or it failed for a reason."""
 
         def note() -> None:
+            if reason and not self._is_leaving:  # the first reason stands
+                self._tell(word, reason)
             self._is_leaving = True
-            if reason:
-                self._tell(_LOST, reason)
             self._changed.set()
 
+        self._call(note)
+
+    def _call(self, note: Callable[[], None]) -> None:
+        """Call a function on the thread of the session, unless it has ended."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the thread has ended
             self._loop.call_soon_threadsafe(note)
@@ -198,7 +244,7 @@ class _Session:
         try:
             await self._observe(server)
         except LoweringError as verdict:
-            self._tell(_LOST, str(verdict))
+            self._tell(_LOST if isinstance(verdict, PeerLost) else _FAILED, str(verdict))
             raise
         finally:
             if server is not None:
@@ -238,8 +284,8 @@ class _Session:
             silent = now - peer.heard_at
             if silent > meeting.silence and not peer.has_left:
                 raise PeerLost(
-                    f"rank {rank} no longer responds: no heartbeat for {silent:.0f} s while the "
-                    "processes connected (stopped, or its host is lost)"
+                    f"rank {rank} no longer responds: no heartbeat for {silent:.0f} s while "
+                    f"{self.doing} (stopped, or its host is lost)"
                 )
         if now > self._deadline and not self.all_joined.done() and meeting.rank == 0:
             there = {0, *self._peers}
@@ -322,10 +368,12 @@ class _Session:
                 peer.has_left = True
             elif word == _JOINED:
                 self.all_joined.set_result(None)
-            elif word == _LOST and self._verdict is None:
-                self._verdict = PeerLost(text)
+            elif word == _PREPARED:
+                self._note_prepared(rank)
+            elif word in (_LOST, _FAILED) and self._verdict is None:
+                self._verdict = PeerLost(text) if word == _LOST else LoweringError(text)
             elif not word and not peer.has_left and self._verdict is None:
                 self._verdict = PeerLost(
-                    f"rank {rank} has ended while the processes connected; see what it printed"
+                    f"rank {rank} has ended while {self.doing}; see what it printed"
                 )
         self._changed.set()

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -109,7 +109,12 @@ def check_process_count(target: Target, member: Membership | None) -> None:
 
 
 def initialize(
-    member: Membership, target: Target, *, join_timeout: float, silence: float = 60.0
+    member: Membership,
+    target: Target,
+    *,
+    join_timeout: float,
+    silence: float = 60.0,
+    prepare: Callable[[], None] = lambda: None,
 ) -> None:
     """Join the other processes; call it before JAX's backend is initialized.
 
@@ -118,6 +123,7 @@ def initialize(
         target: machine of the run.
         join_timeout: seconds for all processes to join.
         silence: seconds without a heartbeat after which a process is lost until all are connected.
+        prepare: called when all have joined, and before JAX connects them; it may take any time.
 
     Raises:
         PeerLost: another process is lost, or did not join in time; the message names it.
@@ -127,7 +133,8 @@ def initialize(
     address = member.coordinator or private.slurm_coordinator()
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or bind_address(address)
     meeting = Meeting(member.rank, member.count, address, bind, join_timeout, silence)
-    with rendezvous.joined(meeting, _end_of_lost_rank):
+    with rendezvous.joined(meeting, _end_for_another_rank) as session:
+        session.prepare(prepare)
         _connect(member, target, address)
 
 
@@ -273,6 +280,15 @@ class StopAgreement:
         """Return whether all processes stop here; each asks at the same places of the run."""
         poll = next(self._polls)
         return self._manager is not None and self._manager.reached_sync_point(poll)
+
+
+def _end_for_another_rank(reason: LoweringError) -> NoReturn:
+    """End this process because another rank is lost, or has ended with an error of its own."""
+    if isinstance(reason, PeerLost):
+        _end_of_lost_rank(str(reason))
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: {reason}\n".encode())
+    os._exit(reason.exit_status)
 
 
 def _end_of_lost_rank(message: str) -> NoReturn:

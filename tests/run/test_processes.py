@@ -166,6 +166,61 @@ def test_a_rank_that_does_not_start_is_named(place: Place):
     assert "rank 1 did not join within 1 s (rank 0 did); see" in only_message(err)
 
 
+COMPILING = """
+import threading
+from pathlib import Path
+from graphtrain.compile import driver
+from graphtrain.errors import CacheError
+
+def compile_tasks(*arguments, **others):
+    Path("compiling").touch()
+    if Path("fails").exists():
+        raise CacheError("the cache is full")
+    threading.Event().wait()
+
+driver.compile_tasks = compile_tasks
+from graphtrain.cli import main
+main()
+"""
+
+
+def compiling(place: Place, tmp_path: Path) -> list[subprocess.Popen[str]]:
+    """Begin both processes, of which rank 1 has all programs; return when rank 0 compiles."""
+    caches = [Place(place.path, tmp_path / "empty"), place]
+    words = ["--compile", "--set", "run.watchdog.step_timeout=3.0"]
+    both = ranks(place, *words, caches=caches, starts={0: ["-c", COMPILING]})
+    deadline = time.monotonic() + 60
+    while not (place.path / "compiling").exists():
+        assert time.monotonic() < deadline and both[0].poll() is None, ended(both)
+        time.sleep(0.05)
+    return both
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [(signal.SIGKILL, "rank 0 has ended"), (signal.SIGSTOP, "rank 0 no longer responds")],
+)
+def test_a_rank_that_is_lost_while_it_compiles_is_named_and_ends_the_other(
+    place: Place, compiled_for_two, tmp_path, sent, words
+):
+    both = compiling(place, tmp_path)
+    both[0].send_signal(sent)
+    _, err = both[1].communicate(timeout=120)
+    both[0].kill()
+    both[0].communicate()
+    assert both[1].returncode == LOST, err
+    message = only_message(err)
+    assert message.startswith(f"error: {words}") and message.endswith("; start the run again")
+
+
+def test_an_error_of_a_rank_that_compiles_is_that_of_all(place: Place, compiled_for_two, tmp_path):
+    (place.path / "fails").touch()
+    statuses, told = ended_with_errors(compiling(place, tmp_path))
+    assert statuses == [2, 2], told
+    assert "error: the cache is full" in told[0]
+    assert only_message(told[1]) == "error: rank 0 ended with an error: the cache is full"
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_lost_is_named_and_ends_the_other(

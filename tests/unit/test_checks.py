@@ -146,7 +146,7 @@ def test_a_command_loads_its_configuration_once(place, monkeypatch):
     monkeypatch.setattr("graphtrain.api.checks.checked.load_config", load)
     monkeypatch.setattr("graphtrain.api.configuration.load_config", load)
     monkeypatch.setattr("graphtrain.config.load_config", load)
-    monkeypatch.setattr("graphtrain.api.programs.compile_missing", lambda *_, **__: None)
+    monkeypatch.setattr("graphtrain.api.runs.compile_missing", lambda *_, **__: None)
     for words in ("config show", "run", "run --compile", "run --fresh", "evaluate --bigram"):
         loaded.clear()
         assert graphtrain(*words.split(), "a.toml").status in (0, 2, 3)  # 3: nothing is compiled

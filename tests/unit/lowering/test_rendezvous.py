@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -14,15 +15,16 @@ import pytest
 from lowering.errors import LoweringError, PeerLost
 from lowering.machine import rendezvous
 from lowering.machine.rendezvous import Meeting, joined, names
+from sharding_rules.errors import UserError
 
 PEER = """
 import sys, threading
 from lowering.machine.rendezvous import Meeting, joined
 
 rank, count = map(int, sys.argv[2:])
-with joined(Meeting(rank, count, sys.argv[1], sys.argv[1], 30.0, 2.0), sys.exit):
+with joined(Meeting(rank, count, sys.argv[1], sys.argv[1], 30.0, 2.0), sys.exit) as session:
     print("joined", flush=True)
-    threading.Event().wait()
+    session.prepare(threading.Event().wait)
 """
 
 
@@ -32,8 +34,8 @@ def free_address() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def never(message: str) -> None:
-    raise AssertionError(message)
+def never(reason: LoweringError) -> None:
+    raise reason
 
 
 def outcome(meeting: Meeting) -> str:
@@ -99,7 +101,7 @@ def test_the_verdict_reaches_a_process_that_is_slow_to_read_it():
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(outcome, Meeting(0, 3, address, address, 1.0, 60.0))
         with connected(address) as slow:
-            slow.sendall(b"graphtrain-rendezvous-1 1 3\n")
+            slow.sendall(b"graphtrain-rendezvous-2 1 3\n")
             for _ in range(15):  # until rank 0 has given up
                 time.sleep(0.1)
                 slow.sendall(b"beat\n")
@@ -156,7 +158,7 @@ def test_a_rank_lost_while_jax_connects_is_named_to_all_others(lost, sent, words
             assert victim.stdout is not None and victim.stdout.readline() == "joined\n"
             os.kill(victim.pid, sent)
             for message in said:
-                assert message.result(30).startswith(f"rank {lost} {words}")
+                assert str(message.result(30)).startswith(f"rank {lost} {words}")
         finally:
             is_over.set()
             victim.kill()
@@ -183,8 +185,72 @@ def test_a_rank_that_ends_by_itself_while_jax_connects_is_named(monkeypatch, err
     with ThreadPoolExecutor(1) as pool:
         failing = pool.submit(fail)
         with joined(Meeting(0, 2, address, address, 30.0, 60.0), message.set_result):
-            assert message.result(20) == said
+            assert str(message.result(20)) == said
         assert isinstance(failing.exception(20), type(error))
+
+
+def prepared(meeting: Meeting, action: Callable[[], None]) -> float:
+    """Join and run an action; return when all others had run theirs."""
+    with joined(meeting, never) as session:
+        session.prepare(action)
+        return time.monotonic()
+
+
+def test_all_wait_for_the_rank_that_prepares_longest_beyond_the_time_to_join():
+    address, ended = free_address(), []
+
+    def work() -> None:
+        time.sleep(1.5)
+        ended.append(time.monotonic())
+
+    actions = [lambda: None, work, lambda: None]
+    meetings = [Meeting(rank, 3, address, address, 0.5, 60.0) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        assert min(pool.map(prepared, meetings, actions)) >= ended[0]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_lost_while_it_prepares_is_named_to_those_that_wait(lost):
+    address, reason = free_address(), Future()
+    victim = subprocess.Popen(
+        [sys.executable, "-c", PEER, address, str(lost), "2"], stdout=subprocess.PIPE, text=True
+    )
+
+    def wait() -> None:
+        meeting = Meeting(1 - lost, 2, address, address, 30.0, 60.0)
+        with joined(meeting, reason.set_result) as session:
+            session.prepare(lambda: None)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait)
+        assert victim.stdout is not None and victim.stdout.readline() == "joined\n"
+        victim.kill()
+        assert str(reason.result(20)).startswith(f"rank {lost} has ended while the pro")
+        assert isinstance(waiting.exception(20), PeerLost)
+    victim.communicate()
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_of_one_rank_that_prepares_ends_the_others_with_it(failing):
+    address, reasons = free_address(), [Future(), Future()]
+
+    def fail() -> None:
+        raise UserError("train failed: no\nsecond line")
+
+    def take_part(rank: int, reason: Future) -> None:
+        with joined(Meeting(rank, 3, address, address, 30.0, 60.0), reason.set_result) as session:
+            session.prepare(fail if rank == failing else lambda: None)
+
+    others = [rank for rank in range(3) if rank != failing]
+    with ThreadPoolExecutor(3) as pool:
+        own = pool.submit(take_part, failing, Future())
+        for rank, reason in zip(others, reasons, strict=True):
+            pool.submit(take_part, rank, reason)
+        assert str(own.exception(20)) == "train failed: no\nsecond line"
+        for reason in reasons:
+            error = reason.result(20)
+            assert str(error) == f"rank {failing} ended with an error: train failed: no"
+            assert error.exit_status == 2
 
 
 def test_a_rank_lost_before_all_have_joined_is_named():
