@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -21,6 +22,10 @@ xla.devices(Target.parse("cpu:8"))  # starts the backend, so that no test takes 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no defect
 settings.load_profile("untimed")
 
+# A shell starts what it runs in the background with SIGINT ignored, and commands keep that; tests
+# that send them SIGINT would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # The secret that authenticates cache entries: of the tests, not of the user; one for all
