@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,7 @@ def serve(
     target: str | None = None,
     set: Settings = (),
     cache: str | os.PathLike[str] | None = None,
+    keep_weights: bool = True,
     compile_hint: str = _COMPILE,
     log: Callable[[str], None] = log,
 ) -> None:
@@ -66,6 +67,8 @@ def serve(
         target: Machine to run on, in place of program.target.
         set: Settings to change.
         cache: Directory of compiled programs; None for $GRAPHTRAIN_CACHE, else ./cache.
+        keep_weights: Write the weights as they are served into the directory of the run, in place
+            of earlier ones, so that the next start maps them.
         compile_hint: What compiles missing programs, for the error message.
         log: Called with what happens; by default the logger "graphtrain".
 
@@ -91,7 +94,7 @@ def serve(
     if adapters:
         step = _fixed_step(config, step)
         opened = _open_adapters(config, step, settings.model_name, adapters, compile_hint, log)
-    opener = _opener(config, chat_template, bos, step, cache, compile_hint, opened)
+    opener = _opener(config, chat_template, bos, step, cache, compile_hint, opened, keep_weights)
     serve_model(opener, settings, log)
 
 
@@ -186,6 +189,7 @@ def _opener(
     cache: str | os.PathLike[str] | None,
     compile_hint: str,
     adapters: Sequence[NamedAdapter] = (),
+    keep_weights: bool = False,
 ) -> Callable[[], OpenedModel]:
     """Return the function that opens the model of a run, in the thread that will use it."""
 
@@ -211,6 +215,12 @@ def _opener(
             vocab=tokenizer.vocab,
             adapters=adapters,
         )
-        return OpenedModel(engine, tokenizer, prefix, template, engine.load_programs)
+
+        def finish() -> Iterator[str]:
+            yield from engine.load_programs()
+            if keep_weights:
+                yield from engine.keep_weights()
+
+        return OpenedModel(engine, tokenizer, prefix, template, finish)
 
     return open_model

@@ -92,6 +92,13 @@ _KEY_VARIABLE = "GRAPHTRAIN_API_KEY"
     metavar="SECONDS",
     help="Maximum time for running requests to finish after SIGTERM.",
 )
+@click.option(
+    "--keep-weights/--no-keep-weights",
+    default=True,
+    show_default=True,
+    help="Write the weights as they are served into the run's directory, in place of earlier ones, "
+    "so that the next start maps them.",
+)
 @step_option
 @target_option
 @overrides_option
@@ -109,6 +116,7 @@ def command(
     max_body: int,
     request_timeout: float,
     drain_timeout: float,
+    keep_weights: bool,
     step: "StepName",
     target: str | None,
     overrides: Sequence[str],
@@ -139,6 +147,7 @@ def command(
         max_body=max_body,
         request_seconds=request_timeout,
         drain_seconds=drain_timeout,
+        keep_weights=keep_weights,
         api_key=_api_key(api_key_file),
     )
 

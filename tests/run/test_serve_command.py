@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -95,6 +96,33 @@ def refuse_damaged_programs(place: Place) -> None:
     assert "is damaged" in err and "no compiled decode step" in err and "listening" not in err
 
 
+def kept_files(place: Place) -> list[Path]:
+    """Wait until a server has kept its weights; return their files, in one folder."""
+    while not (folders := [*(place.path / "run/serving").glob("[!.]*")]):
+        time.sleep(0.05)
+    (folder,) = folders
+    return sorted(folder.rglob("*.npy"))
+
+
+def serve_kept_weights(place: Place, request: dict, text: str) -> None:
+    """Weights that a server kept give the same text, and damaged ones are noticed and removed."""
+    with (
+        serving(place, *SMALL) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="unused") as client,
+    ):
+        assert client.completions.create(model="run", **request).choices[0].text == text
+    damaged = kept_files(place)[0]
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    words = "generate", "config.toml", "a", *SMALL, "--tokens", "2"
+    _, err = place.command(*words)
+    assert f"{damaged.name} does not have the digest it was written with; it is made again" in err
+    assert not damaged.exists()
+    _, err = place.command(*words)
+    assert "made again" not in err
+
+
 def test_a_run_is_compiled_served_and_chatted_with(place, monkeypatch):
     place.command("run", "config.toml", "--set", "run.steps=2")
     monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)  # compiled quickly
@@ -133,6 +161,8 @@ def test_a_run_is_compiled_served_and_chatted_with(place, monkeypatch):
         answers = asyncio.run(ask_all(url, requests, 500))
         assert len(answers) == 500 and {index for index, _ in answers} == set(range(50))
         assert all(text == texts[index] for index, text in answers)
+        assert kept_files(place)
+    serve_kept_weights(place, requests[0], texts[0])
     for one, choice in zip(alone, together.choices, strict=True):
         assert one.choices[0].logprobs.tokens == choice.logprobs.tokens
         expected = pytest.approx(choice.logprobs.token_logprobs, abs=1e-4)

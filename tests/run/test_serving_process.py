@@ -150,7 +150,7 @@ def test_a_program_that_cannot_be_loaded_ends_the_server_before_a_request_needs_
     lines = []
     with pytest.raises(GraphtrainError, match="decode step cannot be loaded"):
         serve(
-            lambda: replace(toy_model(ToyEngine()), load_programs=programs),
+            lambda: replace(toy_model(ToyEngine()), finish=programs),
             ServerSettings(model_name="toy", port=0),
             lines.append,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,16 +11,18 @@ import numpy as np
 
 import lowering
 from graphtrain.cache import Cache
+from graphtrain.checkpoints.manifest import DamagedCheckpoint
 from graphtrain.checkpoints.pruned import read_checkpoint
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Run
 from graphtrain.config.serving_program import serving_program
-from graphtrain.errors import TrainingError
+from graphtrain.errors import TrainingError, WeightsError
 from graphtrain.graphs.names import ADAPTER_RANKS, NO_TOKEN, ServingPurpose, graphs_for
 from graphtrain.models.attention.cache_layout import cache_layout
 from graphtrain.models.lora.trainable import ADAPTERS
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.serving.engine_protocol import SamplingParameters, TokenChoice
+from graphtrain.run.serving.kept_weights import KeptWeights, kept_weights
 from graphtrain.run.serving.request_arrays import request_arrays
 from graphtrain.run.serving.weights import check_step, load_weights
 from graphtrain.run.serving.written_positions import WrittenPositions
@@ -40,28 +43,32 @@ class CompiledEngine:
         self,
         program: ResolvedProgram,
         graphs: LoadedPrograms,
-        parameters: Tree,
+        parameters: Tree | None,
         *,
         weights_name: str,
         vocab: int | None = None,
         adapters: Sequence[NamedAdapter] = (),
+        weights: Tree | None = None,
+        kept: KeptWeights | None = None,
     ) -> None:
         """Make the weights and the KV cache on the devices.
 
         Args:
             program: The program that generates.
             graphs: Its compiled graphs.
-            parameters: Parameters, as `serve_init` takes them.
+            parameters: Parameters, as `serve_init` takes them; None if there are `weights`.
             weights_name: What the weights are, for error messages.
             vocab: Number of tokens of the tokenizer; others are not generated. None: all.
             adapters: LoRA adapters beside the weights, for which the program has room.
+            weights: Weights, as `serve_init` returns them.
+            kept: Where `keep_weights` writes the weights; None: they are kept, or cannot be.
         """
         self._program, self._graphs = program, graphs
         self._serve = program.settings.serve
         self.vocab = min(vocab or program.model.vocab, program.model.vocab)
         self._has_decode_one = "decode_one" in graphs.keys
         self._backend = lowering.backend(program.target)
-        self._adapters = adapters
+        self._adapters, self._kept = adapters, kept
         self._ranks: dict[str, tuple[int, int]] = {}  # begin and end of each adapter's
         if adapters:
             from graphtrain.weights.named_adapters import rank_intervals
@@ -69,7 +76,12 @@ class CompiledEngine:
             self._ranks = rank_intervals(adapters)
         self._weights: Tree
         self._state: Tree
-        self._load(parameters, weights_name)
+        if weights is None:
+            self._load(parameters, weights_name)
+        else:
+            self._weights, self._weights_name = weights, weights_name
+            graph = graphs[f"prefill_{self._serve.prefill[0]}"]
+            self._state = self._empty(graph, "state")  # as serve_init makes it
         self._active = np.zeros(self.slots, bool)
         shortest = self._shortest_cache()
         self._written = WrittenPositions(self.slots, self.context_length, self.chunk, shortest)
@@ -128,6 +140,21 @@ class CompiledEngine:
         for name in self._graphs.keys:
             self._graphs[name]
             yield name
+
+    def keep_weights(self) -> Iterator[str]:
+        """Write the weights for the next start, if they can be kept; yield each array's name."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        if not kept.has_room_for(self._weights):
+            warnings.warn(
+                f"no room to keep weights for the next start: {kept.folder}", stacklevel=2
+            )
+            return
+        try:
+            yield from kept.write(self._program, self._weights)
+        except WeightsError as error:
+            warnings.warn(f"no weights are kept for the next start: {error}", stacklevel=2)
 
     def is_active(self, slot: int) -> bool:
         return bool(self._active[slot])
@@ -367,16 +394,45 @@ def open_engine(
     served, names = graphs_for(program, purpose)
     graphs = LoadedPrograms(served, cache, names, compile_hint)
     with lowering.backend(served.target).forbid_tracing():
-        described = graphs["serve_init"].inputs("parameters")
-        read, parameters = read_checkpoint(
+        read, (weights, parameters, kept) = read_checkpoint(
             Path(run.directory) / "checkpoints",
             step,
-            lambda step: load_weights(program, run, served, described, step),
+            lambda step: _weights_or_parameters(program, run, served, graphs, step),
         )
     name = run.init_from if read is None else f"{run.directory}/checkpoints/{read}"
     return CompiledEngine(
-        served, graphs, parameters, weights_name=str(name), vocab=vocab, adapters=adapters
+        served,
+        graphs,
+        parameters,
+        weights_name=str(name),
+        vocab=vocab,
+        adapters=adapters,
+        weights=weights,
+        kept=kept,
     )
+
+
+def _weights_or_parameters(
+    program: ResolvedProgram,
+    run: Run,
+    served: ResolvedProgram,
+    graphs: LoadedPrograms,
+    step: int | None,
+) -> tuple[Tree | None, Tree | None, KeptWeights | None]:
+    """Return weights as served; else parameters to make them of, and where to keep them."""
+    kept = kept_weights(program, run, step, graphs.keys["serve_init"].digest)
+    if served.settings.serve.total_adapter_rank:
+        kept = None  # the factors are among the weights
+    if kept is not None:
+        described = graphs[f"prefill_{served.settings.serve.prefill[0]}"].inputs("weights")
+        try:
+            if (weights := kept.read(served, described)) is not None:
+                return weights, None, None
+        except DamagedCheckpoint as damaged:
+            kept.remove()
+            warnings.warn(f"{kept.folder}: {damaged.reason}; it is made again", stacklevel=2)
+    described = graphs["serve_init"].inputs("parameters")
+    return None, load_weights(program, run, served, described, step), kept
 
 
 def load_checkpoint(engine: CompiledEngine, program: ResolvedProgram, run: Run, step: int) -> None:

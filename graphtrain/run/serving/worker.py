@@ -25,8 +25,8 @@ class OpenedModel:
     tokenizer: Tokenizer
     prefix: tuple[int, ...]  # tokens that begin a prompt
     chat: ChatFormat | None  # None: there is no chat template
-    # Loads the programs that are not needed to open the model, one at each step.
-    load_programs: Callable[[], Iterator[object]] = lambda: iter(())
+    # What can wait until the model is idle, in short steps: loading the other programs.
+    finish: Callable[[], Iterator[object]] = lambda: iter(())
 
 
 class NotReady(Exception):
@@ -156,14 +156,14 @@ class Worker:
             self._on_end()
 
     def _serve(self, model: OpenedModel, scheduler: Scheduler) -> None:
-        """Run the scheduler; while there is nothing to generate, load the remaining programs.
+        """Run the scheduler; while there is nothing to generate, finish opening the model.
 
-        So one that cannot be loaded ends the server at its start, and not at the first request.
+        So a program that cannot be loaded ends the server at its start, not at the first request.
         """
-        programs, is_loading, end = model.load_programs(), True, object()
-        while self._wait_for_work(scheduler, may_wait=not is_loading):
+        rest, is_finishing, end = model.finish(), True, object()
+        while self._wait_for_work(scheduler, may_wait=not is_finishing):
             if scheduler.is_idle:
-                is_loading = next(programs, end) is not end
+                is_finishing = next(rest, end) is not end
                 continue
             for job, updates in scheduler.step().items():
                 self._deliver(job, updates)
