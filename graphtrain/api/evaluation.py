@@ -76,8 +76,8 @@ def evaluate_tasks(
 
     config = checked_config(run, SERVE, set=set, target=target).config
     with optional_import("an evaluation of tasks"):
-        from graphtrain.run.evaluation.evaluate_tasks import TaskSettings
         from graphtrain.run.evaluation.evaluate_tasks import evaluate_tasks as evaluate
+        from graphtrain.run.evaluation.loaded_tasks import TaskSettings
     from graphtrain.checkpoints.checkpoint import named_step
     from graphtrain.config.resolve import resolve
     from graphtrain.run.evaluation.harness_model import TextFormat

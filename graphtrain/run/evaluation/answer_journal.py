@@ -6,11 +6,31 @@ import fcntl
 import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.errors import TrainingError
 from graphtrain.files import json_digest
+
+
+class Answers(Protocol):
+    """Answers of a model that were computed before."""
+
+    def find(self, key: str) -> Any:
+        """Return the answer to a request; None if there is none."""
+
+    def write(self, key: str, answer: Any) -> None:
+        """Keep the answer to a request."""
+
+
+class NoAnswers:
+    """Answers that are not kept: those of weights that change."""
+
+    def find(self, key: str) -> None:
+        return None
+
+    def write(self, key: str, answer: Any) -> None:
+        pass
 
 
 class AnswerJournal:

@@ -17,7 +17,7 @@ from graphtrain.data.prepare.conversations import Conversation
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
 from graphtrain.run.batch_generation import Continuation, continue_all
-from graphtrain.run.evaluation.answer_journal import AnswerJournal, request_key
+from graphtrain.run.evaluation.answer_journal import Answers, request_key
 from graphtrain.run.evaluation.continuation_scores import ScoredText, score_continuations
 from graphtrain.run.serving.chat_format import ChatFormat
 from graphtrain.run.serving.engine_protocol import Engine, SamplingParameters
@@ -52,7 +52,7 @@ class EngineModel(TemplateLM):
     """
 
     def __init__(
-        self, engine: Engine, text: TextFormat, journal: AnswerJournal, progress: Progress
+        self, engine: Engine, text: TextFormat, journal: Answers, progress: Progress
     ) -> None:
         super().__init__()
         self._engine, self._text, self._journal = engine, text, journal
@@ -179,6 +179,14 @@ class EngineModel(TemplateLM):
             finished += 1
             self._progress("generating", finished, len(answers))
         return [answers[key] for key in keys]
+
+    def check_generation(self, settings: Mapping[str, Any], task: str) -> None:
+        """Check that a task's settings of generation are known, and leave room for a prompt.
+
+        Raises:
+            DataError: they are not, or do not.
+        """
+        self._sequence("", settings, 0, task)
 
     def _scored_text(self, context: list[int], end: list[int]) -> ScoredText:
         if not context:

@@ -25,6 +25,10 @@ class TaskResults:
             tables.append(make_table(dict(self.document), "groups"))
         return "\n".join(tables)
 
+    def scores(self) -> dict[str, float]:
+        """Return the metrics of tasks and groups by name, for example "boolq/acc"."""
+        return metric_values(self.document["results"])
+
     def json(self) -> str:
         """Return the document as JSON."""
         return json.dumps(self.document, default=_as_json, ensure_ascii=False, indent=2)
@@ -40,6 +44,29 @@ class TaskResults:
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(self.table())}</pre>"
+
+
+def metric_values(
+    results: Mapping[str, Mapping[str, Any]], *, errors: bool = False
+) -> dict[str, float]:
+    """Return the metrics of lm-eval's results by the names that its own loggers give them.
+
+    These are "boolq/acc" where a task has no filter, else "gsm8k/exact_match,strict-match".
+
+    Args:
+        results: Results by task and group.
+        errors: Return the standard errors, by the name of the metric they belong to.
+    """
+    values = {}
+    for task, metrics in results.items():
+        for key, value in metrics.items():
+            metric, comma, filter_name = key.partition(",")
+            is_error = metric.endswith("_stderr")
+            if not comma or is_error != errors or not isinstance(value, int | float):
+                continue
+            suffix = "" if filter_name == "none" else f",{filter_name}"
+            values[f"{task}/{metric.removesuffix('_stderr')}{suffix}"] = float(value)
+    return values
 
 
 def _as_json(value: Any) -> Any:

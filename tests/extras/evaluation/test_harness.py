@@ -13,8 +13,9 @@ from graphtrain.data.prepare.chat_templates import find_template
 from graphtrain.data.tokenizers.byte import ByteTokenizer
 from graphtrain.errors import DataError
 from graphtrain.run.evaluation.answer_journal import AnswerJournal
-from graphtrain.run.evaluation.evaluate_tasks import TaskSettings, evaluate_tasks
+from graphtrain.run.evaluation.evaluate_tasks import evaluate_tasks
 from graphtrain.run.evaluation.harness_model import EngineModel, TextFormat
+from graphtrain.run.evaluation.loaded_tasks import TaskSettings
 from graphtrain.run.evaluation.task_directory import check_directory, fill_script
 from graphtrain.run.serving.chat_format import ChatFormat
 
