@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -140,29 +140,35 @@ class TaskCatalog:
         except Exception:  # templates and files that lm-eval skips too
             return
 
-    @cached_property
+    @property
     def _files(self) -> dict[str, list[Path]]:
-        """Return the files that may define each name, in the order of lm-eval: the first counts.
-
-        A file also has the tags of the files that it includes.
-        """
-        texts = {
-            os.path.normpath(path): path.read_text(errors="replace")
-            for path in sorted(self._root.rglob("*"), key=Path.as_posix)
-            if path.suffix not in (".py", ".pyc", ".md") and path.is_file()
-        }
-        own = {path: _words(_NAMING, text) for path, text in texts.items()}
-        included = {path: _included(path, text, texts) for path, text in texts.items()}
-        files: dict[str, list[Path]] = {}
-        for path in texts:
-            if path.endswith(".yaml"):
-                for name in set().union(*(own[one] for one in _closure(path, included))):
-                    files.setdefault(name, []).append(Path(path))
-        return files
+        return _files_by_name(self._root)
 
     @property
     def _names(self) -> list[str]:
         return sorted(self._files)
+
+
+@lru_cache(maxsize=1)
+def _files_by_name(root: Path) -> dict[str, list[Path]]:
+    """Return the files that may define each name, in the order of lm-eval: the first counts.
+
+    A file also has the tags of the files that it includes. The packaged files are read once in a
+    process.
+    """
+    texts = {
+        os.path.normpath(path): path.read_text(errors="replace")
+        for path in sorted(root.rglob("*"), key=Path.as_posix)
+        if path.suffix not in (".py", ".pyc", ".md") and path.is_file()
+    }
+    own = {path: _words(_NAMING, text) for path, text in texts.items()}
+    included = {path: _included(path, text, texts) for path, text in texts.items()}
+    files: dict[str, list[Path]] = {}
+    for path in texts:
+        if path.endswith(".yaml"):
+            for name in set().union(*(own[one] for one in _closure(path, included))):
+                files.setdefault(name, []).append(Path(path))
+    return files
 
 
 def _function_names(settings: Any) -> Iterator[str]:
