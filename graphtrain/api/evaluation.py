@@ -80,27 +80,15 @@ def evaluate_tasks(
         from graphtrain.run.evaluation.loaded_tasks import TaskSettings
     from graphtrain.checkpoints.checkpoint import named_step
     from graphtrain.config.resolve import resolve
-    from graphtrain.run.evaluation.harness_model import TextFormat
     from graphtrain.run.evaluation.model_identity import identity_digest, model_identity
-    from graphtrain.run.prompt import prompt_prefix, run_tokenizer
-    from graphtrain.run.serving.chat_format import open_chat_format
+    from graphtrain.run.evaluation.text_format import open_text_format
     from graphtrain.run.serving.engine import open_engine
     from graphtrain.run.serving.weights import check_step
 
     directory, program = Path(config.run.directory), resolve(config.program)
     chosen = named_step(directory / "checkpoints", step)
     check_step(config.run, chosen)
-    tokenizer = run_tokenizer(config)
-    prefix = prompt_prefix(config, tokenizer, bos)
-    chat = None
-    if apply_chat_template:
-        chat = open_chat_format(config, chat_template, tokenizer, prefix)
-        if chat is None:
-            from graphtrain.errors import DataError
-
-            raise DataError(
-                "the tokenizer of this model has no chat template; name one with --chat-template"
-            )
+    text = open_text_format(config, chat_template if apply_chat_template else None, bos)
 
     def open_model() -> tuple[Engine, TextFormat]:
         engine = open_engine(
@@ -109,10 +97,10 @@ def evaluate_tasks(
             open_cache(cache),
             step=chosen,
             compile_hint=compile_hint,
-            vocab=tokenizer.vocab,
+            vocab=text.tokenizer.vocab,
             purpose="evaluate",
         )
-        return engine, TextFormat(tokenizer, prefix, chat)
+        return engine, text
 
     settings = TaskSettings(
         tasks=tuple(tasks),
@@ -121,6 +109,6 @@ def evaluate_tasks(
         fewshot=fewshot,
         allow_code=allow_code,
     )
-    identity = model_identity(program, config.run, chosen, tokenizer.digest)
+    identity = model_identity(program, config.run, chosen, text.tokenizer.digest)
     journal = directory / "evaluation" / f"{identity_digest(identity)}.jsonl"
     return evaluate(settings, open_model, identity, journal, on_progress)

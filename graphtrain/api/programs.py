@@ -167,10 +167,10 @@ def compile_report(
 
     named = {name: checked.config for name, checked in _named(configs).items()}
     programs = {name: resolve(config.program) for name, config in named.items()}
-    sampled = {name for name, config in named.items() if config.run.samples is not None}
+    runs = {name: config.run for name, config in named.items()}
     store = open_cache(cache)
     is_run = purpose == "train"
-    tasks = run_tasks(programs, sampled) if is_run else tasks_of(programs, purpose)
+    tasks = run_tasks(programs, runs) if is_run else tasks_of(programs, purpose)
     pull_requests(store, [task.request for task in tasks], log)
     limits = Limits(jobs, memory, timeout, retries)
     return compile_tasks(tasks, store, limits, retry_failed=retry_failed, observe=observe)
@@ -195,7 +195,7 @@ def compile_missing(
     from graphtrain.config.resolve import resolve
 
     store = open_cache(cache)
-    tasks = run_tasks({name: resolve(config.program)}, {name} if config.run.samples else ())
+    tasks = run_tasks({name: resolve(config.program)}, {name: config.run})
     pull_requests(store, [task.request for task in tasks], log)
     missing = [task.label for task in tasks if not store.contains(task.request)]
     if missing:

@@ -95,7 +95,7 @@ def train(
             name = name_of(checked.source)
             compile_missing(settings, name=name, cache=cache, observe=observe, log=log)
             return
-        tasks = run_tasks({"run": program}, ("run",) if settings.run.samples else ())
+        tasks = run_tasks({"run": program}, {"run": settings.run})
         pull_requests(store, [task.request for task in tasks], log)
 
     join_run(program.target, settings.run.watchdog, coordinator, processes, rank, prepare)

@@ -1,6 +1,6 @@
 """Compilation tasks, their limits and their outcomes."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from os import uname
 from typing import Any, Literal
@@ -9,8 +9,9 @@ from graphtrain.cache.key import CacheKey
 from graphtrain.compile.html import html_table
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import Run
 from graphtrain.errors import GraphtrainError
-from graphtrain.graphs.names import Purpose, graphs_for
+from graphtrain.graphs.names import Purpose, graphs_for, purpose_while_training
 from graphtrain.torch_xla.graphs import ExtractedGraph
 
 Observer = Callable[[str, str], None]  # called with the label of a task and its current stage
@@ -102,15 +103,18 @@ class CompilationFailed(GraphtrainError):
         self.report = report
 
 
-def run_tasks(programs: Mapping[str, ResolvedProgram], sampled: Collection[str]) -> list[Task]:
-    """Return the tasks of the graphs that runs need.
+def run_tasks(programs: Mapping[str, ResolvedProgram], runs: Mapping[str, Run]) -> list[Task]:
+    """Return the tasks of the graphs that runs need, also those of run.samples and run.tasks.
 
     Args:
         programs: Programs by name.
-        sampled: Names of those that run.samples continues prompts with.
+        runs: Settings of the runs, by the same names.
     """
-    of_samples = {name: program for name, program in programs.items() if name in sampled}
-    return tasks_of(programs) + tasks_of(of_samples, "batch")
+    tasks = tasks_of(programs)
+    for name, program in programs.items():
+        if (purpose := purpose_while_training(runs[name])) is not None:
+            tasks += _tasks(name, program, purpose, is_only=len(programs) == 1)
+    return tasks
 
 
 def tasks_of(programs: Mapping[str, ResolvedProgram], purpose: Purpose = "train") -> list[Task]:
@@ -118,10 +122,14 @@ def tasks_of(programs: Mapping[str, ResolvedProgram], purpose: Purpose = "train"
 
     The name of a single program is left out of labels.
     """
-    tasks = []
-    for name, program in programs.items():
-        needed, graphs = graphs_for(program, purpose)
-        for graph, request in request_keys(needed, graphs).items():
-            label = graph if len(programs) == 1 else f"{name} {graph}"
-            tasks.append(Task(label, needed, graph, request, name))
-    return tasks
+    is_only = len(programs) == 1
+    found = (_tasks(name, program, purpose, is_only=is_only) for name, program in programs.items())
+    return [task for tasks in found for task in tasks]
+
+
+def _tasks(name: str, program: ResolvedProgram, purpose: Purpose, *, is_only: bool) -> list[Task]:
+    needed, graphs = graphs_for(program, purpose)
+    return [
+        Task(graph if is_only else f"{name} {graph}", needed, graph, request, name)
+        for graph, request in request_keys(needed, graphs).items()
+    ]

@@ -65,6 +65,7 @@ EXECUTION = frozenset(
         "run.early_stopping_patience",
         "run.tensorboard",
         "run.samples",
+        "run.tasks",
         "run.watchdog",
     }
 )

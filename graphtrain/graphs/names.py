@@ -3,6 +3,7 @@
 from typing import Literal
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import Run
 from graphtrain.config.serving_program import batch_shards, serving_program, without_adapters
 
 NO_TOKEN = -1  # in the outputs of decode, after the last token of a sequence
@@ -11,6 +12,16 @@ TRAINING_GRAPHS = ("init", "train", "evaluate")
 
 ServingPurpose = Literal["generate", "batch", "evaluate", "serve"]
 Purpose = Literal["train"] | ServingPurpose
+
+
+def purpose_while_training(run: Run) -> Literal["batch", "evaluate"] | None:
+    """Return what a run does beside training: evaluate tasks, continue prompts, both, or nothing.
+
+    The graphs that evaluate tasks also continue prompts.
+    """
+    if run.tasks is not None:
+        return "evaluate"
+    return None if run.samples is None else "batch"
 
 
 def graphs_for(program: ResolvedProgram, purpose: Purpose) -> tuple[ResolvedProgram, list[str]]:

@@ -28,7 +28,7 @@ class Callback(Protocol):
         """Note the metrics of a step: loss, grad_norm, learning_rate, tokens_per_second, ..."""
 
     def on_evaluate(self, step: int, metrics: Metrics) -> None:
-        """Note the metrics of an evaluation: validation_loss."""
+        """Note the metrics of an evaluation: validation_loss, or scores on tasks by name."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Note that the checkpoint of a step is complete."""

@@ -27,7 +27,7 @@ from graphtrain.run.learning_rate import learning_rate
 from graphtrain.run.metrics import Record, good_steps, read_journal
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.signals import StopRequest
-from graphtrain.run.stalls import COMPUTING, DATA, EVALUATING, SAMPLING, SAVING
+from graphtrain.run.stalls import COMPUTING, DATA, EVALUATING, SAMPLING, SAVING, SCORING
 from graphtrain.run.validation_history import ValidationHistory
 from graphtrain.run.watchdog import Watchdog
 from lowering.machine.memory_pages import use_huge_pages
@@ -35,6 +35,7 @@ from lowering.trees import Tree
 
 if TYPE_CHECKING:
     from graphtrain.run.training_samples import TrainingSamples
+    from graphtrain.run.training_tasks import TrainingTasks
 
 Report = Callable[[Record], None]
 Notify = Callable[..., None]  # called with the name of an event and its arguments
@@ -46,6 +47,16 @@ def is_evaluation_due(run: Run, step: int) -> bool:
     """Return whether the run evaluates after a step."""
     every = run.evaluate_every
     return step == run.steps or bool(every and step % every == 0)
+
+
+def are_scores_due(run: Run, step: int) -> bool:
+    """Return whether the run evaluates its tasks after a step."""
+    if run.tasks is None:
+        return False
+    every = run.tasks.every
+    if every is None:
+        return is_evaluation_due(run, step)
+    return step == run.steps or step % every == 0
 
 
 def run_validation_batches(
@@ -84,11 +95,13 @@ class TrainingLoop:
     watchdog: Watchdog
     history: ValidationHistory
     samples: TrainingSamples | None
+    tasks: TrainingTasks | None
     _write: Report = field(init=False)
     _journal_position: JournalPosition = field(init=False)
     # Last started step: its number, metrics, learning rate, and seconds waited for data.
     _pending: tuple[int, Tree, float, float] | None = None
     _saving: int | None = None  # step of the checkpoint that is being written
+    _gave_up_scores: bool = False  # of the last evaluation of tasks, because of a signal
     _last_finished_at: float = field(default_factory=time.perf_counter)
     _flops: dict[str, float] = field(init=False)  # useful FLOPs per token, by metric name
 
@@ -99,24 +112,30 @@ class TrainingLoop:
         else:
             self._flops = useful_flops_per_token(with_native_model(program))
 
-    def run_steps(self, state: Tree, *, evaluate_first: bool = False) -> RunSummary:
+    def run_steps(
+        self, state: Tree, *, evaluate_first: bool = False, score_first: bool = False
+    ) -> RunSummary:
         """Run the steps from the first to run.steps, with evaluations and checkpoints.
 
         Args:
             state: state before the first step.
             evaluate_first: whether the evaluation before the first step was given up by the run
                 that saved the checkpoint, and is repeated.
+            score_first: the same of the evaluation of tasks.
         """
         run, target, stop, watchdog = self.run, self.program.target, self.stop, self.watchdog
         step = self.programs["train"]
         validation, completed_steps, opened = None, self.start, False
         if stop.should_stop():  # while the run was loading; there is nothing new to save
             return self._summary(completed_steps, None)
-        if evaluate_first:
+        if evaluate_first or score_first:
             self._write, self._journal_position = self.open_journal()
             opened = True
+        if evaluate_first:
             validation, _ = self._evaluate(self.start, state)
             self._sample(self.start, state)
+        if score_first:
+            self._score_tasks(self.start, state)
         for index in range(self.start, run.steps):
             # In the first evaluation. A signal that comes later is seen where the step is saved.
             if index == self.start and (stop.signal is not None or self._has_stalled()):
@@ -144,6 +163,8 @@ class TrainingLoop:
                 evaluated, is_best = self._evaluate(completed_steps, state)
                 validation = evaluated
                 self._sample(completed_steps, state)
+            if are_scores_due(run, completed_steps):
+                self._score_tasks(completed_steps, state)
             stopping = stop.should_stop() or self._has_stalled()
             saving = last or completed_steps % run.save_every == 0 or stopping
             if saving or (is_best and run.keep_best):
@@ -163,9 +184,8 @@ class TrainingLoop:
 
     def _summary(self, completed_steps: int, validation: float | None) -> RunSummary:
         run, stop = self.run, self.stop
-        is_complete = completed_steps == run.steps and (
-            run.data.validation is None or validation is not None
-        )
+        is_evaluated = run.data.validation is None or validation is not None
+        is_complete = completed_steps == run.steps and is_evaluated and not self._gave_up_scores
         stopped = stop.signal.name if stop.signal and not is_complete else None
         return RunSummary(
             Path(run.directory),
@@ -319,3 +339,25 @@ class TrainingLoop:
         except Exception as error:
             warnings.warn(f"no samples of step {completed_steps}: {error}", stacklevel=1)
         self._last_finished_at = time.perf_counter()  # do not count the samples as step time
+
+    def _score_tasks(self, completed_steps: int, state: Tree) -> None:
+        """Evaluate run.tasks. A failure is a warning, and the run goes on."""
+        if self.tasks is None:
+            return
+        self._finish_pending_step()
+
+        def should_stop(request: int) -> bool:
+            self.watchdog.move(SCORING, completed_steps, request)
+            return self.stop.should_stop()
+
+        self.watchdog.move(SCORING, completed_steps)
+        try:
+            scores = self.tasks.scores(completed_steps, state["parameters"], should_stop)
+        except Exception as error:
+            warnings.warn(f"no scores of step {completed_steps}: {error}", stacklevel=1)
+            return
+        finally:
+            self._last_finished_at = time.perf_counter()  # do not count it as step time
+        self._gave_up_scores = scores is None
+        if scores is not None:
+            self._write({"step": completed_steps, **scores})

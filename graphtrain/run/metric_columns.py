@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from graphtrain.compile.html import html_table
 from graphtrain.errors import TrainingError
-from graphtrain.run.metrics import read_journal
+from graphtrain.run.metrics import has_scores, read_journal
 
 if TYPE_CHECKING:
     import pandas
@@ -25,11 +25,12 @@ class Metrics:
     """Metrics of a run, one array for each name, as metrics.jsonl has them.
 
     The arrays of `training` have one value for each step, those of `validation` one for each
-    evaluation. What was not measured is NaN.
+    evaluation, those of `tasks` one for each evaluation on tasks. What was not measured is NaN.
     """
 
     training: Mapping[str, np.ndarray]
     validation: Mapping[str, np.ndarray]
+    tasks: Mapping[str, np.ndarray]
 
     @property
     def step(self) -> np.ndarray:
@@ -49,23 +50,23 @@ class Metrics:
         """
         import pandas
 
-        training, validation = (pandas.DataFrame(dict(one)) for one in self._tables())
-        return training.merge(validation, on="step", how="outer").set_index("step")
+        tables = [pandas.DataFrame(dict(one)) for one in self._tables()]
+        together = tables[0].merge(tables[1], on="step", how="outer")
+        return together.merge(tables[2], on="step", how="outer").set_index("step")
 
-    def _tables(self) -> tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]:
-        return self.training, self.validation
+    def _tables(self) -> tuple[Mapping[str, np.ndarray], ...]:
+        return self.training, self.validation, self.tasks
 
     def _repr_html_(self) -> str:
         names = [name for name in _SHOWN if name in self.training]
         rows = zip(*(self.training[name][-_ROWS:] for name in names), strict=True)
-        losses = zip(*self.validation.values(), strict=True)
-        return (
-            f"<p>{len(self.step)} steps, {len(self.validation['step'])} evaluations</p>"
-            + html_table(names, ([f"{value:.6g}" for value in row] for row in rows))
-            + html_table(
-                tuple(self.validation), ([f"{value:.6g}" for value in row] for row in losses)
-            )
-        )
+        tables = [html_table(names, _as_text(rows))]
+        for table in (self.validation, self.tasks):
+            if table is self.validation or len(table["step"]):
+                rows = zip(*table.values(), strict=True)
+                tables.append(html_table(tuple(table), _as_text(rows)))
+        evaluations = len(self.validation["step"])
+        return f"<p>{len(self.step)} steps, {evaluations} evaluations</p>" + "".join(tables)
 
 
 def read_metrics(directory: Path) -> Metrics:
@@ -78,11 +79,20 @@ def read_metrics(directory: Path) -> Metrics:
     if not records:
         raise TrainingError(f"{directory} has no metrics.jsonl with records: no step was taken")
     evaluations = [record for record in records if "validation_loss" in record]
-    steps = [record for record in records if "validation_loss" not in record]
-    return Metrics(_columns(steps, ("step", "loss")), _columns(evaluations, _OF_EVALUATIONS))
+    steps = [record for record in records if "loss" in record]
+    scores = [record for record in records if has_scores(record)]
+    return Metrics(
+        _columns(steps, ("step", "loss")),
+        _columns(evaluations, _OF_EVALUATIONS),
+        _columns(scores, ("step",)),
+    )
 
 
 _OF_EVALUATIONS = ("step", "validation_loss")
+
+
+def _as_text(rows: Iterable[Sequence[float]]) -> Iterator[list[str]]:
+    return ([f"{value:.6g}" for value in row] for row in rows)
 
 
 def _columns(

@@ -51,6 +51,7 @@ METRICS = {
     "mfu_causal": "the same, with the half of the scores that a causal mask leaves",
     "memory_bytes": "memory in use on the fullest device of rank 0; on a CPU, of its process",
     "validation_loss": "mean loss of the validation data; in a record of its own, with step",
+    "TASK/METRIC": "score on a task of run.tasks, for example boolq/acc; in a record of its own",
 }
 
 
@@ -140,6 +141,11 @@ def _rounded(name: str, value: float | int | None) -> float | int | None:
     if not isinstance(value, float):
         return value
     return float(f"{value:.{_EXACT_DIGITS.get(name, _DIGITS)}g}")
+
+
+def has_scores(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is of an evaluation of tasks, whose metrics are "TASK/METRIC"."""
+    return any("/" in name for name in record)
 
 
 def read_journal(directory: Path) -> list[dict[str, Any]]:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from graphtrain.run.events import Metrics, RunStart
 
 
+_SCORES = 6  # on tasks that one line names
+
+
 def opening_lines(start: RunStart) -> list[str]:
     """Describe a run at its beginning: model, batch, data, machine, directory."""
     program, run = start.config.program, start.config.run
@@ -86,5 +89,9 @@ def step_line(metrics: Metrics, speed: MeanSpeed) -> str:
 
 
 def evaluation_line(metrics: Metrics) -> str:
-    """Describe an evaluation."""
-    return f"validation loss {metrics['validation_loss']:.4f}"
+    """Describe an evaluation: the validation loss, or the first scores on tasks."""
+    if "validation_loss" in metrics:
+        return f"validation loss {metrics['validation_loss']:.4f}"
+    words = [f"{name} {value:.4f}" for name, value in metrics.items()]
+    more = f"  and {len(words) - _SCORES} more" if len(words) > _SCORES else ""
+    return "  ".join(words[:_SCORES]) + more

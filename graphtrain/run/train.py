@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.run_record import write_run_config
 from graphtrain.config.schema import Config, Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown
+from graphtrain.graphs.names import purpose_while_training
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.planning.parameters import ParameterCount, count_compiled_parameters
 from graphtrain.run.agreement import check_same_executables, on_all_ranks
@@ -42,23 +44,27 @@ from graphtrain.run.loop import (
     Notify,
     Report,
     TrainingLoop,
+    are_scores_due,
     is_evaluation_due,
     run_validation_batches,
 )
-from graphtrain.run.metrics import Journal, Record, read_journal
+from graphtrain.run.metrics import Journal, Record, has_scores, read_journal
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.resume import Resumption, data_changed, identity_of, schedule_note
 from graphtrain.run.signals import StopRequest, stop_requests
 from graphtrain.run.validation_history import recorded_history
 from graphtrain.run.watchdog import watched
 from lowering.machine import host, startup
+from lowering.machine.extras import optional_import
 from lowering.machine.target import Target
 from lowering.trees import Tree
 from lowering.xla import distributed
 from sharding_rules.errors import ShardingError
 
 if TYPE_CHECKING:
+    from graphtrain.run.training_engine import TrainingEngine
     from graphtrain.run.training_samples import TrainingSamples
+    from graphtrain.run.training_tasks import TrainingTasks
 
 
 def train(
@@ -108,13 +114,17 @@ def train(
         saved = bool(resumption.steps)
         history = recorded_history(directory, resumption.start)
         evaluation_owed = saved and is_evaluation_owed(run, resumption.start)
+        scores_owed = saved and are_scores_owed(run, resumption.start)
         stalled = history.has_stalled(run.early_stopping_patience)
-        if (resumption.start >= run.steps or stalled) and not evaluation_owed:
+        is_complete = resumption.start >= run.steps or stalled
+        if is_complete and not (evaluation_owed or scores_owed):
             start = resumption.start
             return RunSummary(directory, start, start, None, None, history.best_step, stalled)
         initial_weights = on_all_ranks(lambda: InitialWeights.open(program, run, resuming=saved))
         names = needed_graphs(run, resuming=saved)
-        samples = _open_samples(config, program, initial_weights, cache, compile_hint)
+        engine = _open_engine(config, program, initial_weights, cache, compile_hint)
+        samples = _open_samples(config, engine)
+        tasks = _open_tasks(config, engine, stack)
         programs, prefault = _load_programs(program, cache, names, compile_hint, stack)
         stop = stack.enter_context(stop_requests())
         if stop.should_stop():  # while the programs were loaded
@@ -180,11 +190,12 @@ def train(
             watchdog,
             history,
             samples,
+            tasks,
         )
         startup.resume_garbage_collection()
         watchdog.collective = largest_collective(step.record)
         with watchdog.reporting_errors():
-            return loop.run_steps(state, evaluate_first=evaluation_owed)
+            return loop.run_steps(state, evaluate_first=evaluation_owed, score_first=scores_owed)
 
 
 def needed_graphs(run: Run, *, resuming: bool) -> list[str]:
@@ -216,23 +227,49 @@ def _load_programs(
     return programs, prefault
 
 
-def _open_samples(
+def _open_engine(
     config: Config,
     program: ResolvedProgram,
     initial_weights: InitialWeights | None,
     cache: Cache,
     compile_hint: str,
-) -> TrainingSamples | None:
-    """Return what writes run.samples; None if it is not set."""
-    if config.run.samples is None:
+) -> TrainingEngine | None:
+    """Return the programs of run.samples and run.tasks; None if neither is set."""
+    purpose = purpose_while_training(config.run)
+    if purpose is None:
         return None
-    from graphtrain.run.training_samples import TrainingSamples
+    from graphtrain.run.training_engine import TrainingEngine
 
     base = None
     if program.adapter is not None:
         assert initial_weights is not None
         base = initial_weights.source
-    return TrainingSamples(config, program, base, cache, compile_hint)
+    return TrainingEngine(program, base, cache, purpose, compile_hint)
+
+
+def _open_samples(config: Config, engine: TrainingEngine | None) -> TrainingSamples | None:
+    """Return what writes run.samples; None if it is not set."""
+    if config.run.samples is None:
+        return None
+    from graphtrain.run.training_samples import TrainingSamples
+
+    assert engine is not None
+    return TrainingSamples(config, engine)
+
+
+def _open_tasks(
+    config: Config, engine: TrainingEngine | None, stack: ExitStack
+) -> TrainingTasks | None:
+    """Return what evaluates run.tasks; None if it is not set."""
+    tasks = config.run.tasks
+    if tasks is None:
+        return None
+    with optional_import("run.tasks"):
+        from graphtrain.run.training_tasks import TrainingTasks, open_tasks
+    assert engine is not None
+    directory = tempfile.TemporaryDirectory(prefix="graphtrain-tasks-", ignore_cleanup_errors=True)
+    scratch = Path(stack.enter_context(directory))
+    return TrainingTasks(*open_tasks(config, tasks, engine.context_length, scratch), engine)
 
 
 def _open_checkpoints(program: ResolvedProgram, run: Run, stack: ExitStack) -> Checkpoints:
@@ -337,7 +374,7 @@ def _open_journal(
 
     def write(record: Record) -> None:
         record = journal.write(record)
-        event = "on_evaluate" if "validation_loss" in record else "on_step"
+        event = "on_step" if "loss" in record else "on_evaluate"
         metrics = {name: value for name, value in record.items() if name != "step"}
         notify_callbacks(event, record["step"], metrics)
 
@@ -393,6 +430,13 @@ def is_evaluation_owed(run: Run, start: int) -> bool:
     return not distributed.all_gather_text("recorded" if is_recorded else "")[0]
 
 
+def are_scores_owed(run: Run, start: int) -> bool:
+    """Return whether the scores after step `start` are due, but the journal has none."""
+    journal = read_journal(Path(run.directory)) if are_scores_due(run, start) else []
+    is_recorded = any(record["step"] == start and has_scores(record) for record in journal)
+    return are_scores_due(run, start) and not is_recorded
+
+
 def largest_collective(record: Mapping[str, Any]) -> str:
     """Describe the collective of a program that sends most, for messages; empty without any.
 
@@ -427,7 +471,7 @@ def _record_measurements(
     peak = lowering.backend(target).peak_memory()
     # CPU devices share the memory of the process, part of which was in use before training.
     device_bytes = (peak - baseline_bytes) / target.devices if target.runs_on_cpu else peak
-    if run.samples is not None:  # which may take more than the step
+    if run.samples is not None or run.tasks is not None:  # which may take more than the step
         device_bytes = None
     try:
         record_run(cache.root, program, programs["train"].record, steps, device_bytes)

@@ -8,22 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from graphtrain.cache import Cache
 from graphtrain.checkpoints.output_directory import write_errors
-from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config, Samples
 from graphtrain.data.prepare.conversations import Conversation
 from graphtrain.files import atomic_write
-from graphtrain.graphs.names import graphs_for
 from graphtrain.run.batch_generation import Continuation, RequestEncoder, continue_all
-from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.prompt import prompt_prefix, run_tokenizer
 from graphtrain.run.prompt_file import Prompt, read_prompt_file
 from graphtrain.run.serving.chat_format import OWN_TEMPLATE, open_chat_format
-from graphtrain.run.serving.engine import CompiledEngine
 from graphtrain.run.serving.engine_protocol import SamplingParameters
-from graphtrain.weights.resident import relaid_parameters
-from graphtrain.weights.sources import WeightSource
+from graphtrain.run.training_engine import TrainingEngine
 from lowering.trees import Tree
 
 SAMPLES_NAME = "samples.jsonl"
@@ -31,34 +25,21 @@ WriteText = Callable[[int, str, str], None]  # called with a step, a name and a 
 
 
 class TrainingSamples:
-    """Prompts of a run, and the programs that continue them. Nothing is kept on the devices.
+    """Prompts of a run, and the programs that continue them.
 
     Args:
         config: The run.
-        program: The program that is trained.
-        base: Weights that its adapter belongs to.
-        cache: Cache of compiled programs.
-        compile_hint: What compiles missing programs, for the error message.
+        engine: The programs.
 
     Raises:
-        MissingProgram: a program is not compiled.
         DataError: the prompts cannot be read or continued.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        program: ResolvedProgram,
-        base: WeightSource | None,
-        cache: Cache,
-        compile_hint: str,
-    ) -> None:
+    def __init__(self, config: Config, engine: TrainingEngine) -> None:
         assert config.run.samples is not None
         self._settings: Samples = config.run.samples
-        self._trained, self._base = program, base
+        self._engine = engine
         self._path = Path(config.run.directory) / SAMPLES_NAME
-        self._program, names = graphs_for(program, "batch")
-        self._graphs = LoadedPrograms(self._program, cache, names, compile_hint)
         self._tokenizer = run_tokenizer(config)
         self._prompts = read_prompt_file(Path(self._settings.prompts))
         prefix = prompt_prefix(config, self._tokenizer, None)
@@ -66,7 +47,7 @@ class TrainingSamples:
             self._tokenizer,
             prefix,
             lambda: open_chat_format(config, OWN_TEMPLATE, self._tokenizer, prefix),
-            self._program.batch.seq_len,
+            engine.context_length,
         )
         sampling = SamplingParameters(
             temperature=self._settings.temperature, max_tokens=self._settings.tokens
@@ -101,19 +82,13 @@ class TrainingSamples:
             parameters: Trained parameters, on the devices.
             should_stop: Called before each prompt with its number; if true, nothing is written.
         """
-        described = self._graphs["serve_init"].inputs("parameters")
-        engine = CompiledEngine(
-            self._program,
-            self._graphs,
-            relaid_parameters(parameters, self._trained, self._base, self._program, described),
-            weights_name=f"step {step}",
-            vocab=self._tokenizer.vocab,
-        )
         continued: list[Continuation] = []
-        for number, (one,) in enumerate(continue_all(engine, self._tokenizer, self._requests, 1)):
-            if should_stop(number):
-                return
-            continued.append(one)
+        with self._engine.open(parameters, step, self._tokenizer.vocab) as engine:
+            answers = continue_all(engine, self._tokenizer, self._requests, 1)
+            for number, (one,) in enumerate(answers):
+                if should_stop(number):
+                    return
+                continued.append(one)
         lines = [
             {"step": step, "prompt": _content(prompt), **_facts(one)}
             for prompt, one in zip(self._prompts, continued, strict=True)

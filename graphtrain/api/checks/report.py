@@ -16,6 +16,7 @@ from graphtrain.api.checks.problem import Problem
 from graphtrain.api.checks.program import program_problems
 from graphtrain.api.checks.purpose import CHECK, Purpose
 from graphtrain.api.checks.samples import samples_problems
+from graphtrain.api.checks.tasks import tasks_problems
 from graphtrain.config.schema import Config
 
 _BATCH = ("program", "batch", "global_batch_size")
@@ -49,6 +50,8 @@ def problems(
     if kinds & {"data", "missing_data"}:
         found += data_problems(config, train=purpose.train)
         found += samples_problems(config)
+    if "missing_data" in kinds and not purpose.weights_only:  # the run trains, here or later
+        found += tasks_problems(config)
     if "checkpoint" in kinds:
         found += checkpoint_problems(config, allowed_changes, weights_only=purpose.weights_only)
     ignored = set() if purpose.trains_batches else {_BATCH}

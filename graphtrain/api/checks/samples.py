@@ -20,7 +20,7 @@ def samples_problems(config: Config) -> Iterator[Problem]:
     if samples is None:
         return
     target = config.program.target
-    if _hosts(target) > 1:
+    if hosts_of(target) > 1:
         message = (
             f'run.samples does not support several hosts (program.target = "{target}"); remove it, '
             "and continue prompts with a checkpoint: graphtrain generate RUN --prompts"
@@ -69,7 +69,8 @@ def _of_prompts(kind: Kind, error: UserError) -> Problem:
     return Problem(kind, f"run.samples.prompts: {error}", (_PROMPTS,))
 
 
-def _hosts(target: str) -> int:
+def hosts_of(target: str) -> int:
+    """Return the number of hosts of a target; 1 for an unknown one."""
     try:
         return Target.parse(target).processes or 1
     except LoweringError:  # an unknown target, which the checks of the program report

@@ -31,6 +31,7 @@ from graphtrain.config.schema.run import (
     Packing,
     Run,
     Samples,
+    Tasks,
     Watchdog,
 )
 from graphtrain.config.schema.serve import Serve
@@ -59,6 +60,7 @@ __all__ = [
     "Run",
     "Samples",
     "Serve",
+    "Tasks",
     "TorchModel",
     "Watchdog",
     "check_pipeline",

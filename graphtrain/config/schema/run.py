@@ -107,6 +107,18 @@ class Samples:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Tasks:
+    """Scores on tasks of lm-eval while the run trains, with its metrics; needs the extra eval."""
+
+    names: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]  # tasks
+    data: LocalPath | None = None  # directory of their data, as of graphtrain evaluate --data
+    limit: Positive | None = None  # rows of each task; unset: all
+    fewshot: NotNegative | None = None  # examples in a prompt; unset: as each task says
+    apply_chat_template: bool = False  # make each prompt a conversation
+    every: Positive | None = None  # steps between scores; unset: with each evaluation
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Run:
     """Everything that does not change compiled code; changing it compiles nothing."""
 
@@ -116,6 +128,7 @@ class Run:
     learning_rate: LearningRate = LearningRate()
     watchdog: Watchdog = Watchdog()
     samples: Samples | None = None  # unset: none
+    tasks: Tasks | None = None  # unset: none
     init_from: LocalPath | None = None  # initial weights: a converted folder or a run's directory
     init_adapter_from: LocalPath | None = None  # initial adapter: a PEFT folder; needs adapter
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of initial weights and of the data order

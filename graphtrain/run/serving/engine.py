@@ -135,6 +135,12 @@ class CompiledEngine:
         self._load(read(self._graphs["serve_init"].inputs("parameters")), weights_name)
         self._active[:] = False
 
+    def close(self) -> None:
+        """Free the weights and the KV cache; the engine cannot be used any more."""
+        nothing: Any = None
+        self._weights = self._state = nothing
+        self._scored = None, [], None
+
     def load_programs(self) -> Iterator[str]:
         """Load the programs that were not used yet; yield the name of each when it is loaded."""
         for name in self._graphs.keys:

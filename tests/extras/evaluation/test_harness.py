@@ -12,11 +12,12 @@ from toy_engine import ToyEngine
 from graphtrain.data.prepare.chat_templates import find_template
 from graphtrain.data.tokenizers.byte import ByteTokenizer
 from graphtrain.errors import DataError
-from graphtrain.run.evaluation.answer_journal import AnswerJournal
+from graphtrain.run.evaluation.answer_journal import AnswerJournal, NoAnswers
 from graphtrain.run.evaluation.evaluate_tasks import evaluate_tasks
 from graphtrain.run.evaluation.harness_model import EngineModel, TextFormat
-from graphtrain.run.evaluation.loaded_tasks import TaskSettings
+from graphtrain.run.evaluation.loaded_tasks import LoadedTasks, TaskSettings
 from graphtrain.run.evaluation.task_directory import check_directory, fill_script
+from graphtrain.run.evaluation.task_results import metric_values
 from graphtrain.run.serving.chat_format import ChatFormat
 
 # The engine says that a text is impossible where a model would give it a small probability.
@@ -167,6 +168,31 @@ def test_a_program_fills_a_directory(tmp_path):
     compile(script, "fill.py", "exec")
     assert "('boolq', 'aps/super_glue', 'boolq', ['validation', 'train'], {})" in script
     assert "('mmlu_anatomy', 'cais/mmlu', 'anatomy', ['test', 'dev'], {})" in script
+
+
+def test_tasks_that_are_loaded_once_give_each_model_the_same_requests(place, tmp_path):
+    settings = TaskSettings(tasks=("boolq",), data=place / "tasks", limit=3, fewshot=2)
+    random.seed(5)
+    before = random.getstate()
+    (tmp_path / "scratch").mkdir()
+    tasks = LoadedTasks(settings, tmp_path / "scratch")
+    results = []
+    for _ in range(2):
+        engine = ToyEngine(context_length=4096, chunk=256)
+        model = EngineModel(engine, TextFormat(TOKENIZER, ()), NoAnswers(), lambda *given: None)
+        results.append(tasks.evaluate(model, is_chat=False, bootstrap_iterations=0))
+    assert random.getstate() == before
+    assert results[0]["samples"] == results[1]["samples"]
+    assert metric_values(results[0]["results"]) == metric_values(results[1]["results"])
+
+
+def test_metrics_have_the_names_of_lm_evals_loggers():
+    results = {
+        "boolq": {"alias": "boolq", "acc,none": 0.5, "acc_stderr,none": 0.1},
+        "gsm8k": {"exact_match,strict-match": 0, "exact_match_stderr,strict-match": "N/A"},
+    }
+    assert metric_values(results) == {"boolq/acc": 0.5, "gsm8k/exact_match,strict-match": 0.0}
+    assert metric_values(results, errors=True) == {"boolq/acc": 0.1}
 
 
 SHUFFLED = """

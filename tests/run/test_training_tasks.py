@@ -1,0 +1,58 @@
+"""Scores of a run in training: those of evaluate, in a run that is the same without them."""
+
+import json
+
+import pytest
+from places import CUBE, Place
+
+QUESTIONS = [
+    {"passage": f"A stone is not a {word}.", "question": f"is a stone a {word}", "label": label}
+    for label, word in enumerate(["river", "stone"])
+]
+SMALL = [
+    *CUBE, "--set", "program.serve.prefill=[64]", "--set", "program.serve.slots=4",
+    "--set", "program.serve.context_length=128",
+]  # fmt: skip
+EVERY = ["--set", "run.steps=4", "--set", "run.evaluate_every=4"]
+TASKS = [
+    "--set", 'run.tasks.names=["boolq"]', "--set", 'run.tasks.data="tasks"',
+    "--set", "run.tasks.every=2",
+]  # fmt: skip
+
+
+@pytest.fixture
+def asked(place: Place) -> Place:
+    """A place with the data of a task."""
+    (place.path / "tasks" / "boolq").mkdir(parents=True)
+    rows = "".join(f"{json.dumps(one)}\n" for one in QUESTIONS)
+    (place.path / "tasks" / "boolq" / "validation.jsonl").write_text(rows)
+    return place
+
+
+def scores(place: Place) -> list[tuple[int, float]]:
+    return [(one["step"], one["boolq/acc"]) for one in place.journal() if "boolq/acc" in one]
+
+
+def test_a_run_is_the_same_with_tasks_and_repeats_scores_that_were_given_up(asked: Place):
+    asked.command("run", "config.toml", *SMALL, *EVERY, "--set", "run.directory=without")
+    words = "config.toml", *SMALL, *EVERY, *TASKS
+    _, missing = asked.command("run", *words, status=3)
+    assert "no compiled serve_init" in missing and "run: graphtrain compile" in missing
+    asked.command("compile", *words)
+    _, err = asked.command("run", *words)
+    assert "step 4/4  boolq/acc " in err and "warning" not in err
+    assert asked.curve() == asked.curve("without")
+    whole = asked.journal()
+    assert [step for step, _ in scores(asked)] == [2, 4]
+    (events,) = (asked.path / "run" / "tensorboard").iterdir()
+    assert events.read_bytes().count(b"boolq/acc") == 2
+
+    out, _ = asked.command("evaluate", "run", "--tasks", "boolq", "--data", "tasks", "--json")
+    result = json.loads(out)["results"]["boolq"]
+    assert scores(asked)[-1] == (4, pytest.approx(result["acc,none"]))
+
+    # As of a run that a signal ended in the last evaluation.
+    file = asked.path / "run" / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    asked.command("run", *words)
+    assert asked.journal() == whole
