@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import jax
 import numpy as np
 import peft
 import pytest
@@ -15,10 +16,12 @@ from random_models import GPT2, LLAMA, config_of
 from graphtrain.cache import Cache
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Config, Mesh, Program
+from graphtrain.errors import TrainingError
+from graphtrain.models.attention.cache_layout import cache_layout
 from graphtrain.run.serving import engine as engine_module
 from graphtrain.run.serving.adapters import open_adapters
 from graphtrain.run.serving.engine import CompiledEngine, open_engine
-from graphtrain.run.serving.engine_protocol import SamplingParameters, TokenChoice
+from graphtrain.run.serving.engine_protocol import SamplingParameters, SlotErrors, TokenChoice
 from graphtrain.weights.convert import import_hugging_face
 
 # Of peft and transformers to each other.
@@ -51,7 +54,9 @@ def compiled_here(monkeypatch):
     )
 
 
-def save_adapter(path: Path, name: str, modules: list[str], rank: int, **settings) -> Path:
+def save_adapter(
+    path: Path, name: str, modules: list[str], rank: int, scale: float = 0.2, **settings
+) -> Path:
     """Save an adapter with random weights of the model in `source`."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path / "source")
     config = peft.LoraConfig(
@@ -61,7 +66,7 @@ def save_adapter(path: Path, name: str, modules: list[str], rank: int, **setting
     torch.manual_seed(rank)
     for parameter_name, parameter in adapted.named_parameters():
         if "lora_" in parameter_name:
-            parameter.data = 0.2 * torch.randn(parameter.shape)
+            parameter.data = scale * torch.randn(parameter.shape)
     adapted.save_pretrained(path / name)
     return path / name
 
@@ -128,18 +133,71 @@ def config_for(path: Path, case: str) -> Config:
     return dataclasses.replace(config, program=program)
 
 
+def fill_slots(engine: CompiledEngine, sequences: list[tuple[str | None, list[int]]]) -> None:
+    """Process the beginning of each prompt."""
+    greedy = SamplingParameters(temperature=0.0, max_tokens=NEW)
+    for slot, (adapter, whole) in enumerate(sequences):
+        prompt = whole[: engine.chunk]
+        engine.prefill(slot, prompt, 0, greedy, prompt=prompt, adapter=adapter)
+
+
+def write_nan(engine: CompiledEngine, slot: int) -> None:
+    """Overwrite the KV cache of a slot."""
+    axis = cache_layout(engine._program.target).key.index("b")
+
+    def overwrite(array: jax.Array) -> jax.Array:
+        return array.at[(slice(None),) * axis + (slot,)].set(np.nan)
+
+    engine._state["kv_cache"] = jax.tree.map(overwrite, engine._state["kv_cache"])
+
+
+def assert_overflows_stay_in_their_slot(
+    engine: CompiledEngine,
+    sequences: list[tuple[str | None, list[int]]],
+    together: list[list[TokenChoice]],
+) -> None:
+    """Values that are not finite end their sequence, and neither others nor the next in its slot.
+
+    Args:
+        engine: Engine that has the adapter "overflowing".
+        sequences: Sequences that are generated in one batch.
+        together: What they are without a failure.
+    """
+    with pytest.raises(TrainingError, match="adapter 'overflowing' on the weights of"):
+        generate(engine, [("overflowing", sequences[1][1])])
+    for got, want in zip(generate(engine, sequences), together, strict=True):
+        assert_same(got, want, 1e-6)
+    fill_slots(engine, sequences)
+    undisturbed = engine.decode()
+    fill_slots(engine, sequences)
+    write_nan(engine, slot=1)
+    with pytest.raises(SlotErrors, match="not finite") as failed:
+        engine.decode()
+    assert list(failed.value.errors) == [1] and not engine.is_active(1)
+    for slot, (want, got) in enumerate(zip(undisturbed, failed.value.choices, strict=True)):
+        assert_same(got, [] if slot == 1 else want, 1e-6)
+    for got, want in zip(generate(engine, sequences), together, strict=True):
+        assert_same(got, want, 1e-6)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_each_sequence_of_a_batch_is_that_of_its_adapter(case, tmp_path):
     plain = config_for(tmp_path, case)
     first = save_adapter(tmp_path, "first", CASES[case][2], 3)
     second = save_adapter(tmp_path, "second", CASES[case][3], 5, use_rslora=True)
-    served = engine_of(with_rank(plain, 8), first=first, second=second)
-    assert served.adapters == ("first", "second")
+    adapters = {"first": first, "second": second}
+    if case == "one device":
+        adapters["overflowing"] = save_adapter(tmp_path, "third", CASES[case][2], 1, scale=1e30)
+    served = engine_of(with_rank(plain, 9), **adapters)
+    assert served.adapters == tuple(adapters)
     random = np.random.default_rng(0)
     prompts = [random.integers(0, 257, length).tolist() for length in (5, 40, 40, 17)]
     prompts[2] = prompts[1]  # the same prompt by two adapters
     names = [None, "first", "second", "first"]
     together = generate(served, list(zip(names, prompts, strict=True)))
+    if case == "one device":
+        sequences = list(zip(names, prompts, strict=True))
+        assert_overflows_stay_in_their_slot(served, sequences, together)
     tokens = [[choice.token for choice in choices] for choices in together]
     assert tokens[1] != tokens[2]
     for name, prompt, choices in zip(names, prompts, together, strict=True):

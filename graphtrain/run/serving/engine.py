@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from graphtrain.graphs.names import ADAPTER_RANKS, NO_TOKEN, ServingPurpose, gra
 from graphtrain.models.attention.cache_layout import cache_layout
 from graphtrain.models.lora.trainable import ADAPTERS
 from graphtrain.run.programs import LoadedPrograms
-from graphtrain.run.serving.engine_protocol import SamplingParameters, TokenChoice
+from graphtrain.run.serving.engine_protocol import SamplingParameters, SlotErrors, TokenChoice
 from graphtrain.run.serving.kept_weights import KeptWeights, kept_weights
 from graphtrain.run.serving.request_arrays import request_arrays
 from graphtrain.run.serving.weights import check_step, load_weights
@@ -83,6 +83,7 @@ class CompiledEngine:
             graph = graphs[f"prefill_{self._serve.prefill[0]}"]
             self._state = self._empty(graph, "state")  # as serve_init makes it
         self._active = np.zeros(self.slots, bool)
+        self._slot_adapters: list[str | None] = [None] * self.slots
         shortest = self._shortest_cache()
         self._written = WrittenPositions(self.slots, self.context_length, self.chunk, shortest)
         # KV cache, the tokens in it, and the adapter that computed it
@@ -202,8 +203,12 @@ class CompiledEngine:
         if sampling is None:
             self._active[slot] = False
             return None
-        choices = self._to_host(outputs["choice"])
-        choice = self._choice(choices, 0)
+        self._slot_adapters[slot] = adapter
+        try:
+            choice = self._choice(self._to_host(outputs["choice"]), 0, adapter)
+        except TrainingError:
+            self._clear([slot])
+            raise
         # The same conditions as in the program, which keeps the slot active or not.
         self._active[slot] = (
             choice.token not in sampling.stop_tokens
@@ -214,6 +219,7 @@ class CompiledEngine:
 
     def decode(self) -> list[list[TokenChoice]]:
         chosen: list[list[TokenChoice]] = [[] for _ in range(self.slots)]
+        errors: dict[int, TrainingError] = {}
         slots = np.flatnonzero(self._active)
         if not len(slots):
             return chosen
@@ -232,8 +238,15 @@ class CompiledEngine:
             by_row = {name: array[:, row] for name, array in choices.items()}
             count = int((by_row["token"] != NO_TOKEN).sum())
             self._written.decode(int(slot), count)
-            chosen[slot] = [self._choice(by_row, index) for index in range(count)]
-            self._active[slot] = bool(active[row])
+            try:
+                adapter = self._slot_adapters[slot]
+                chosen[slot] = [self._choice(by_row, index, adapter) for index in range(count)]
+                self._active[slot] = bool(active[row])
+            except TrainingError as error:
+                errors[int(slot)] = error
+        if errors:
+            self._clear(errors)
+            raise SlotErrors(errors, chosen)
         return chosen
 
     def decode_beams(
@@ -257,6 +270,7 @@ class CompiledEngine:
         self._written.decode_beams(inputs["parents"].tolist(), position)
         log_probs = candidates["log_prob"][: len(tokens)]
         if not np.isfinite(log_probs[:, 0]).all():
+            self._clear(range(self.slots))
             raise self._not_finite()
         return candidates["token"][: len(tokens)], log_probs
 
@@ -268,6 +282,22 @@ class CompiledEngine:
             self._state = graph(self._state, np.int32(source), np.int32(destination))["state"]
         self._active[destination] = False
         self._written.copy(source, destination)
+
+    def _clear(self, slots: Collection[int]) -> None:
+        """End sequences whose KV cache is not finite, and put a finite one in its place.
+
+        Otherwise what follows in the slot would not be finite either: positions that it does not
+        see are multiplied by 0.
+        """
+        self._active[list(slots)] = False
+        sound = next((slot for slot in range(self.slots) if slot not in slots), None)
+        if sound is not None and "copy_prefix" in self._graphs.keys:
+            for slot in slots:
+                self.copy_prefix(sound, slot, 0)
+        elif not self._active.any():
+            graph, nothing = self._graphs[f"prefill_{self._serve.prefill[0]}"], None
+            self._state = nothing  # freed before
+            self._state = self._empty(graph, "state")
 
     def can_reuse(self, slot: int, length: int) -> bool:
         return self._written.can_reuse(slot, length)
@@ -302,7 +332,7 @@ class CompiledEngine:
                 )
                 cache, choices = outputs["kv_cache"], self._to_host(outputs["choices"])
                 wanted = range(max(0, first - 1 - offset), len(rest))
-                scored += [self._choice(choices, index) for index in wanted]
+                scored += [self._choice(choices, index, adapter) for index in wanted]
                 self._scored_positions.prefill(0, offset, len(rest), size)
                 offset += len(rest)
         if begin:  # the next text may share a prefix; otherwise nothing is kept on the devices
@@ -328,16 +358,25 @@ class CompiledEngine:
         whole = [size for size in sizes if size <= count]
         return whole[-1] if whole and padded * 2 > count * 3 else padded
 
-    def _choice(self, choices: dict[str, np.ndarray], index: int) -> TokenChoice:
+    def _choice(
+        self, choices: dict[str, np.ndarray], index: int, adapter: str | None
+    ) -> TokenChoice:
         token, log_prob = int(choices["token"][index]), float(choices["log_prob"][index])
         if np.isnan(log_prob) or not np.isfinite(choices["top_log_probs"][index][0]):
-            raise self._not_finite()
+            raise self._not_finite(adapter)
         top = zip(
             choices["top"][index].tolist(), choices["top_log_probs"][index].tolist(), strict=True
         )
         return TokenChoice(token, log_prob, tuple(top))
 
-    def _not_finite(self) -> TrainingError:
+    def _not_finite(self, adapter: str | None = None) -> TrainingError:
+        if adapter is not None:
+            return TrainingError(
+                f"the adapter {adapter!r} on the weights of {self._weights_name} gives logits that "
+                "are not finite, so no token can be chosen; it overflows program.model.dtype, "
+                "unless the weights alone do too. Leave it out, or train it again with a lower "
+                'rate, or set program.serve.dtype = "float32"'
+            )
         return TrainingError(
             f"the weights of {self._weights_name} give logits that are not finite, so no token "
             "can be chosen; they contain values that are not finite, or overflow "

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from graphtrain.errors import GraphtrainError
+from graphtrain.errors import GraphtrainError, TrainingError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,21 @@ class TokenChoice:
     log_prob: float  # of the token by the model, before temperature and penalties
     # (id, log-probability) of the most likely tokens, schema.serve.TOP_LOG_PROBS of them
     top: tuple[tuple[int, float], ...] = ()
+
+
+class SlotErrors(TrainingError):
+    """Sequences of some slots cannot be continued; they ended, and the others went on.
+
+    Args:
+        errors: Why, by slot.
+        choices: New tokens of all slots, as `decode` returns them.
+    """
+
+    def __init__(
+        self, errors: Mapping[int, TrainingError], choices: Sequence[list[TokenChoice]]
+    ) -> None:
+        super().__init__(str(next(iter(errors.values()))))
+        self.errors, self.choices = errors, choices
 
 
 class Engine(Protocol):
@@ -123,6 +138,9 @@ class Engine(Protocol):
         One call generates up to a fixed number of tokens for each slot, fewer where a sequence
         ends: by a stop token (which is returned), max_tokens, or the end of the context. A slot
         whose sequence ended is no longer active.
+
+        Raises:
+            SlotErrors: the sequences of some slots cannot be continued.
         """
         ...
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphtrain.run.serving.detokenizer import Decode
-from graphtrain.run.serving.engine_protocol import Engine, TokenChoice
+from graphtrain.run.serving.engine_protocol import Engine, SlotErrors, TokenChoice
 from graphtrain.run.serving.fair_queue import FairQueue
 from graphtrain.run.serving.sequence import (
     FinishReason,
@@ -202,6 +202,10 @@ class Scheduler:
     def _generate(self) -> None:
         try:
             choices = self._engine.decode()
+        except SlotErrors as failed:
+            for slot, error in failed.errors.items():
+                self._fail(self._active[slot], error)
+            choices = failed.choices
         except UserError as error:
             for sequence in list(self._active.values()):
                 self._fail(sequence, error)

@@ -13,6 +13,7 @@ from unoptimized import OPTIONS
 
 import lowering
 from graphtrain.cache import Cache
+from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import Batch, Data, Mesh, Program, Run, Serve, TorchModel
 from graphtrain.graphs.build import build_graph
@@ -31,7 +32,7 @@ class ProgramsCompiledHere:
     """Programs as LoadedPrograms has them, compiled in this process and in little time."""
 
     def __init__(self, program: ResolvedProgram, cache: Cache, names: Sequence[str], _: str):
-        self.keys = tuple(names)
+        self.keys = request_keys(program, names)
         self._loaded = {name: self._load(program, name) for name in names}
 
     def __getitem__(self, name: str) -> Any:
