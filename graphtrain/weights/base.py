@@ -19,7 +19,7 @@ from graphtrain.files import atomic_write, content_digest
 from graphtrain.weights.sources import WeightSource
 from sharding_rules.documents import read_json
 
-_NAME = "base.json"
+NAME = "base.json"
 
 
 def record_base(weights: WeightSource, directory: Path) -> None:
@@ -29,7 +29,7 @@ def record_base(weights: WeightSource, directory: Path) -> None:
         TrainingError: the run directory is not writable.
     """
     record = {"folder": str(weights.directory.absolute()), "files": _describe(weights, {})}
-    with write_errors(directory), atomic_write(directory / _NAME) as file:
+    with write_errors(directory), atomic_write(directory / NAME) as file:
         file.write((json.dumps(record, indent=2) + "\n").encode())
 
 
@@ -97,7 +97,7 @@ def recorded_folder(directory: Path) -> Path:
 
 
 def _read_record(directory: Path) -> dict[str, Any]:
-    path = directory / _NAME
+    path = directory / NAME
     try:
         record = read_json(path)
         files = {name: dict(entry) for name, entry in record["files"].items()}

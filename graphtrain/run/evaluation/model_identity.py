@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.checkpoints.checkpoint import saved_steps
+from graphtrain.checkpoints.manifest import NAME as MANIFEST
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Run
 from graphtrain.files import content_digest, json_digest
 from graphtrain.graphs.names import graphs_for
-
-_RECORDS = ("manifest.json", "weights.json")  # digests of the files of a folder
+from graphtrain.weights.base import NAME as BASE_RECORD
+from graphtrain.weights.digests import NAME as WEIGHTS_RECORD
 
 
 def model_identity(
@@ -30,12 +31,15 @@ def model_identity(
     checkpoints = Path(run.directory) / "checkpoints"
     steps = saved_steps(checkpoints)
     step = steps[-1] if step is None and steps else step
-    folder = Path(run.init_from or run.directory) if step is None else checkpoints / str(step)
     served, names = graphs_for(program, "evaluate")
     keys = request_keys(served, names)
-    weights = _digest_of_folder(folder)
+    if step is None:
+        weights = weights_digest(Path(run.init_from or run.directory))
+    else:
+        folder = checkpoints / str(step)
+        weights = _digest(folder, [folder / MANIFEST])
     if step is not None and run.init_from is not None and program.adapter is not None:
-        weights = json_digest([weights, _digest_of_folder(Path(run.init_from))])
+        weights = json_digest([weights, weights_digest(Path(run.init_from))])
     return {
         "run": str(Path(run.directory).resolve()),
         "step": step or 0,
@@ -51,10 +55,27 @@ def identity_digest(identity: dict[str, Any]) -> str:
     return json_digest({name: value for name, value in identity.items() if name != "run"})[:32]
 
 
-def _digest_of_folder(folder: Path) -> str:
-    """Return the digest of weights: that of their record, else of all files themselves."""
-    for name in _RECORDS:
-        if (folder / name).is_file():
-            return content_digest(folder / name)
-    files = sorted(path for path in folder.glob("*") if path.is_file())
-    return json_digest({path.name: content_digest(path) for path in files})
+def weights_digest(folder: Path) -> str:
+    """Return the digest of the weights of a run's last checkpoint, or of a folder.
+
+    Args:
+        folder: Directory of a run, converted folder, or folder of Hugging Face.
+    """
+    return _digest(folder, _recorded(folder))
+
+
+def _digest(folder: Path, records: list[Path]) -> str:
+    """Return the digest of the records that exist, else of all files."""
+    files = [file for file in records if file.is_file()]
+    files = files or sorted(path for path in folder.rglob("*") if path.is_file())
+    return json_digest({str(path.relative_to(folder)): content_digest(path) for path in files})
+
+
+def _recorded(folder: Path) -> list[Path]:
+    """Return the files that have the digests of the others; none in a folder of Hugging Face."""
+    if (folder / "model.toml").is_file():
+        return [folder / WEIGHTS_RECORD]
+    checkpoints = folder / "checkpoints"
+    return [checkpoints / str(step) / MANIFEST for step in saved_steps(checkpoints)[-1:]] + [
+        folder / BASE_RECORD
+    ] * checkpoints.is_dir()
