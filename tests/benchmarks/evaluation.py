@@ -1,0 +1,205 @@
+"""Tasks of multiple choice beside lm-eval with transformers: questions per second.
+
+A Llama of 125 million random weights in float32. `letters` is shaped like MMLU: five examples, a
+question, and the letters A to D. `texts` is shaped like HellaSwag: no examples, and four endings
+of 20 words. Each contestant runs in a process of its own, in turn; what is timed is lm-eval's call
+of the model with all requests, after a call with those of two other questions.
+
+    python tests/benchmarks/evaluation.py [--rounds 3] [--questions 40] [--json FILE]
+        [--directory DIR]
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from decode import SIZES
+from measuring import ENVIRONMENT, finish, summary
+
+OURS = "graphtrain"
+CONTESTANTS = (OURS, "transformers, batch of 1", "transformers, batch of 8")
+WORDS = [f"w{index}" for index in range(SIZES["vocab_size"] - 200)]
+MARKS = ["Answer:", *(f"{letter}{mark}" for letter in "ABCD" for mark in ("", "."))]
+LETTERS = "{{question}} A. {{a}} B. {{b}} C. {{c}} D. {{d}} Answer:"
+TASKS: dict[str, dict[str, Any]] = {
+    "letters": {"doc_to_text": LETTERS, "doc_to_choice": list("ABCD"), "num_fewshot": 5},
+    "texts": {"doc_to_text": "{{question}}", "doc_to_choice": ["{{a}}", "{{b}}", "{{c}}", "{{d}}"],
+              "num_fewshot": 0},
+}  # fmt: skip
+LENGTHS = {"letters": (40, 5), "texts": (60, 20)}  # words of a question and of a choice
+
+
+def make_model(directory: Path) -> None:
+    """Write the weights as Hugging Face and as graphtrain read them; compile the programs."""
+    import tokenizers
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    end = len(WORDS) + len(MARKS)
+    config = transformers.LlamaConfig(**SIZES | {"eos_token_id": end, "bos_token_id": end})
+    transformers.LlamaForCausalLM(config).save_pretrained(directory / "hf")
+    words = {word: index for index, word in enumerate([*WORDS, *MARKS, "<end>"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(directory / "hf/tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (directory / "hf/tokenizer_config.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "graphtrain"]
+    convert = [*command, "convert", "hf-to-graphtrain", directory / "hf", directory / "ours"]
+    subprocess.run(convert, env=ENVIRONMENT, check=True)
+    (directory / "evaluation.toml").write_text(
+        f"""[program]
+target = "cpu:1"
+model = {{ preset = "{directory}/ours/model.toml" }}
+batch = {{ global_batch_size = 8, seq_len = 512 }}
+serve = {{ context_length = 512, dtype = "float32", weights_dtype = "float32" }}
+[run]
+directory = "{directory}/run"
+steps = 1
+init_from = "{directory}/ours"
+data = {{ train = "{directory}/absent" }}
+"""
+    )
+    compile_it = ["compile", directory / "evaluation.toml", "--for", "evaluate"]
+    subprocess.run(
+        [*command, *compile_it, "--cache", directory / "cache"], env=ENVIRONMENT, check=True
+    )
+
+
+def write_task(directory: Path, task: str, questions: int) -> Path:
+    """Write rows of random words, and the file of the task."""
+    source = random.Random(task)
+    length, choice = LENGTHS[task]
+
+    def words(count: int) -> str:
+        return " ".join(source.choices(WORDS, k=count))
+
+    for split, count in (("dev", 5), ("test", questions)):
+        rows = [
+            {"question": words(length), **{name: words(choice) for name in "abcd"},
+             "answer": index % 4}
+            for index in range(count)
+        ]  # fmt: skip
+        (directory / f"{task}-{split}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    files = {split: str(directory / f"{task}-{split}.jsonl") for split in ("dev", "test")}
+    settings = TASKS[task] | {
+        "task": task, "dataset_path": "json", "output_type": "multiple_choice",
+        "dataset_kwargs": {"data_files": files, "cache_dir": str(directory / "datasets")},
+        "test_split": "test", "fewshot_split": "dev", "doc_to_target": "answer",
+        "fewshot_config": {"sampler": "first_n"}, "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    path = directory / f"{task}.yaml"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def seconds_of_calls(model: Any) -> list[float]:
+    """Return a list to which each call of a model of lm-eval adds its seconds."""
+    seconds, original = [], model.loglikelihood
+
+    def timed(requests: list, **settings: Any) -> list:
+        begin = time.perf_counter()
+        answers = original(requests, **settings)
+        seconds.append(time.perf_counter() - begin)
+        return answers
+
+    model.loglikelihood = timed
+    return seconds
+
+
+def contestant(name: str, directory: Path, task: Path) -> float:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    if name == OURS:
+        return of_graphtrain(directory, task)
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    model = HFLM(
+        pretrained=str(directory / "hf"), device="cpu", dtype="float32", max_length=512,
+        batch_size=int(name[-1]),
+    )  # fmt: skip
+    seconds = seconds_of_calls(model)
+    manager = TaskManager(include_path=str(directory), include_defaults=False)
+    for limit in (2, None):
+        simple_evaluate(
+            model, tasks=[task.stem], task_manager=manager, limit=limit, bootstrap_iters=0
+        )
+    return seconds[-1]
+
+
+def of_graphtrain(directory: Path, task: Path) -> float:
+    import shutil
+
+    from graphtrain.run.evaluation import harness_model
+
+    models: list[Any] = []
+    original = harness_model.EngineModel.__init__
+
+    def timed(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
+        self.calls = seconds_of_calls(self)
+        models.append(self)
+
+    harness_model.EngineModel.__init__ = timed
+    import graphtrain as gt
+
+    for limit in (2, None):
+        shutil.rmtree(directory / "run/evaluation", ignore_errors=True)  # the answers so far
+        gt.evaluate_tasks(
+            directory / "evaluation.toml", [str(task)], limit=limit, cache=directory / "cache"
+        )
+    return models[-1].calls[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--questions", type=int, default=40)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--directory", type=Path, help="keep the model and the programs here")
+    parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.contestant:
+        seconds = contestant(arguments.contestant, arguments.directory, arguments.task)
+        print("seconds", seconds)
+        return
+    directory = arguments.directory or Path(tempfile.mkdtemp())
+    if not (directory / "evaluation.toml").is_file():
+        make_model(directory)
+    results: dict[str, Any] = {}
+    for task in TASKS:
+        file = write_task(directory, task, arguments.questions)
+        rates: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+        for _ in range(arguments.rounds):
+            for name in CONTESTANTS:
+                words = ["--contestant", name, "--directory", directory, "--task", file]
+                done = subprocess.run(
+                    [sys.executable, __file__, *words], env=ENVIRONMENT, check=True, text=True,
+                    stdout=subprocess.PIPE,
+                )  # fmt: skip
+                seconds = float(done.stdout.split()[-1])
+                rates[name].append(arguments.questions / seconds)
+        ratios = {
+            f"{OURS} / {name}": round(
+                statistics.median(a / b for a, b in zip(rates[OURS], rates[name], strict=True)), 2
+            )
+            for name in CONTESTANTS[1:]
+        }
+        results[task] = {name: summary(taken) for name, taken in rates.items()} | ratios
+    finish({"questions per second": results, "sizes": json.dumps(SIZES)}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
