@@ -15,9 +15,9 @@ from graphtrain.run.metrics import METRICS, read_journal
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.M | re.S)
 
 
-# Metrics of DPO, and of mixtures of experts.
+# Metrics of DPO, of mixtures of experts, and of tasks.
 OTHER_METRICS = {"margin", "accuracy", "balance_loss", "router_z_loss", "expert_load_max",
-                 "expert_load_min", "dropped_choices"}  # fmt: skip
+                 "expert_load_min", "dropped_choices", "TASK/METRIC"}  # fmt: skip
 
 
 def commands(page: str) -> list[str]:
