@@ -184,6 +184,9 @@ NAMES_OF = {
     "run.learning_rate.schedule": (
         "shape lr_scheduler_type lr_decay_style decay_type learning_rate_schedule lr_schedule_type"
     ),
+    "run.learning_rate.decay_fraction": "decay_ratio wsd_decay_steps_fraction",
+    "run.learning_rate.decay_steps": "num_decay_steps lr_wsd_decay_iters",
+    "run.learning_rate.decay_style": "tail lr_wsd_decay_style wsd_decay_style",
     "run.init_from": (
         "initial model_name_or_path load_parameters_path initial_load_path pretrained_checkpoint "
         "pretrained init_from_checkpoint load_checkpoint"

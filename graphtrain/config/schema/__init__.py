@@ -8,6 +8,7 @@ from graphtrain.config.schema.adapter import Adapter
 from graphtrain.config.schema.batch import Batch
 from graphtrain.config.schema.config import Config
 from graphtrain.config.schema.flax_model import FlaxModel
+from graphtrain.config.schema.learning_rate import LearningRate
 from graphtrain.config.schema.loss import Loss
 from graphtrain.config.schema.mesh import Mesh, PipelineSettings
 from graphtrain.config.schema.model import (
@@ -27,7 +28,6 @@ from graphtrain.config.schema.program import (
 from graphtrain.config.schema.run import (
     BlendPart,
     Data,
-    LearningRate,
     Packing,
     Run,
     Samples,

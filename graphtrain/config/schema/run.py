@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from graphtrain.config.schema.learning_rate import LearningRate
 from graphtrain.config.schema.types import (
     STRICT,
     LocalPath,
@@ -75,20 +76,6 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class LearningRate:
-    """Learning rate by step: a linear warm-up to peak, then the schedule down to minimum."""
-
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up
-    peak: PositiveFloat = 3e-4  # learning rate at the end of the warm-up
-    minimum: NotNegativeFloat = 0.0  # learning rate of the last step
-    warmup_steps: NotNegative = 0  # steps of the linear warm-up
-
-    def __post_init__(self) -> None:
-        if self.minimum > self.peak:
-            raise ValueError(f"minimum = {self.minimum} is more than peak = {self.peak}")
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Watchdog:
     """Limits after which a run that hangs is ended, with status 75, so that it can be restarted."""
 
@@ -142,12 +129,22 @@ class Run:
     tensorboard: bool = True  # write TensorBoard event files too
 
     def __post_init__(self) -> None:
-        if self.learning_rate.warmup_steps > self.steps:
-            raise ValueError(
-                f"learning_rate.warmup_steps = {self.learning_rate.warmup_steps} is more than "
-                f"steps = {self.steps}"
-            )
+        self._check_learning_rate()
         if self.data.validation is None:
             for name in ("keep_best", "early_stopping_patience"):
                 if getattr(self, name):
                     raise ValueError(f"{name} needs data.validation, which is not set")
+
+    def _check_learning_rate(self) -> None:
+        rate, steps = self.learning_rate, self.steps
+        if rate.warmup_steps > steps:
+            raise ValueError(
+                f"learning_rate.warmup_steps = {rate.warmup_steps} is more than steps = {steps}"
+            )
+        decaying = rate.steps_of_decay(steps)
+        if rate.schedule == "wsd" and rate.warmup_steps + decaying > steps:
+            raise ValueError(
+                f"learning_rate.warmup_steps = {rate.warmup_steps} and the {decaying} steps of the "
+                f"decay are more than steps = {steps}; lower warmup_steps, decay_steps or "
+                "decay_fraction"
+            )
