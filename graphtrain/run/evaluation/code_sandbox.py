@@ -6,6 +6,7 @@ processes, no file is written, and limits of memory and time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import secrets
@@ -82,8 +83,9 @@ def check_available() -> None:
 
 def run_program(program: str) -> str:
     """Run a program of Python in a confined process; return "passed", or why it failed."""
-    token = secrets.token_hex(16)  # written by the runner alone, after the program
-    limits = f"{_CPU_SECONDS} {_MEMORY_BYTES} {token}\n"
+    token = secrets.token_hex(16)  # passed on by the runner, after the program
+    code = program.encode(errors="surrogatepass")
+    given = f"{_CPU_SECONDS} {_MEMORY_BYTES} {len(code)}\n".encode() + code + token.encode()
     with tempfile.TemporaryDirectory(prefix="graphtrain-code-") as folder:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(code_runner.__file__))],
@@ -98,17 +100,18 @@ def run_program(program: str) -> str:
         timer.start()
         assert process.stdin is not None and process.stdout is not None
         with process:
-            process.stdin.write((limits + program).encode())
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(given)
+                process.stdin.close()
             output = process.stdout.read(_MAX_OUTPUT)
             process.kill()  # what it still writes is not read
         timer.cancel()
-    lines = output.decode(errors="replace").splitlines()
-    if lines and lines[-1] == f"{token} passed":
+    last = output.decode(errors="replace").rpartition("\n")[2]
+    if last == f"passed {token}":
         return "passed"
-    reported = [line.partition(" ")[2] for line in lines if line.startswith(token)]
-    if reported:
-        return f"failed: {reported[-1]}"[:500]
+    reported = [line for line in output.decode(errors="replace").splitlines() if line]
+    if reported and reported[-1].startswith("failed: "):
+        return reported[-1][:500]
     return "timed out, or ended without a report"
 
 
