@@ -1,6 +1,7 @@
 """Eight CPU devices for every test, shapes checked when models are called, options of the tests."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -36,3 +37,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden")
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage less often, and not among what was imported: a tenth of a test's time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
