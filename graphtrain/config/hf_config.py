@@ -11,6 +11,8 @@ from graphtrain.errors import ImportedModelError
 from graphtrain.files import validate
 from sharding_rules.documents import DocumentError, read_object
 
+HF_FILES = "hugging_face"  # folder of Hugging Face files other than weights
+
 _Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 _Layers = Annotated[int, Field(ge=0, le=10_000)]  # as program.model.layers
 

@@ -526,7 +526,7 @@ class OpenedModel:
                 if length > rows:
                     raise ImportedModelError(
                         f"sequences of {length} tokens are longer than {name}, which has {rows} "
-                        "rows; lower program.batch.seq_len"
+                        "rows; lower program.batch.seq_len (program.serve.context_length)"
                     )
 
 

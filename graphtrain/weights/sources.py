@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from graphtrain.config.hf_config import HF_FILES as HF_FILES
 from graphtrain.config.presets import program_model_table
 from graphtrain.config.resolve import layer_rows, resolve
 from graphtrain.config.schema import Model
@@ -20,8 +21,6 @@ from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.digests import verify_weights
 from graphtrain.weights.files import SafetensorsFiles, open_weight_files
 from sharding_rules.documents import read_toml
-
-HF_FILES = "hugging_face"  # folder of Hugging Face files other than weights
 
 
 class WeightSource(Protocol):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -409,3 +410,74 @@ def test_samples_without_a_tokenizer_are_a_problem_of_the_run(place):
         "--set", "program.model.vocab=257",
     )  # fmt: skip
     assert "run.samples.prompts: no tokenizer in run/" in found
+
+
+@pytest.mark.parametrize(
+    "command", ["config check", "plan", "compile", "serve", "generate", "chat"]
+)
+def test_a_context_beyond_learned_positions_is_an_error_of_every_command(place, command):
+    text = CONFIG.replace("[run]", "[program.serve]\ncontext_length = 65\n\n[run]", 1)
+    learned = 'vocab = 257\npositions = "learned"\nmax_position_embeddings = 64'
+    (place / "a.toml").write_text(text.replace("vocab = 257", learned))
+    words = ("--for", "serve") if command in ("plan", "compile") else ()
+    words = ("a prompt",) if command == "generate" else words
+    (line,) = problems(*words, command=command.split())
+    assert re.fullmatch(
+        r"a\.toml:\d+: program: serve\.context_length = 65 is more than "
+        r"model\.max_position_embeddings = 64; use at most 64",
+        line,
+    )
+
+
+HF_MODEL = """[program]
+target = "cpu:1"
+model = { hf = "hf" }
+
+[program.batch]
+global_batch_size = 4
+seq_len = 64
+
+[program.serve]
+context_length = 65
+
+[run]
+directory = "run"
+steps = 10
+
+[run.data]
+train = "data/train"
+"""
+
+
+def test_a_context_beyond_the_positions_of_a_config_json_is_found(place):
+    (place / "hf").mkdir()
+    (place / "a.toml").write_text(HF_MODEL)
+    sizes = {"n_layer": 1, "num_hidden_layers": 1, "hidden_size": 8, "vocab_size": 300}
+    learned = {"model_type": "gpt2", "n_positions": 64, **sizes}
+    (place / "hf/config.json").write_text(json.dumps(learned))
+    assert problems() == [
+        "a.toml:10: program.serve.context_length = 65 is more than the 64 learned positions of "
+        "hf/config.json; use at most 64"
+    ]
+    rotary = {"model_type": "llama", "max_position_embeddings": 64, **sizes}
+    (place / "hf/config.json").write_text(json.dumps(rotary))
+    outcome = graphtrain("config", "check", "a.toml")
+    assert (outcome.status, outcome.out) == (0, "a.toml: no problem found\n")
+    assert outcome.err == (
+        "warning: a.toml:10: program.serve.context_length = 65 is more than the 64 positions of "
+        "hf/config.json: unless it is trained on longer texts, the model generates badly beyond "
+        "64\n"
+    )
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    (place / "hf/config.json").write_text(json.dumps(rotary | {"rope_scaling": scaling}))
+    assert graphtrain("config", "check", "a.toml").err == ""
+
+
+def test_weights_that_a_run_starts_from_say_their_positions_too(place):
+    (place / "base/hugging_face").mkdir(parents=True)
+    config = {"model_type": "llama", "max_position_embeddings": 32}
+    (place / "base/hugging_face/config.json").write_text(json.dumps(config))
+    words = "config", "check", "a.toml", "--set", "run.init_from=base"
+    assert "program.batch.seq_len = 64 is more than the 32 positions" in graphtrain(*words).err
+    linear = '--set=program.model.rope_scaling={kind="linear", factor=2.0}'
+    assert graphtrain(*words, linear).err == ""

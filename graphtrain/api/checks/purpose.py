@@ -6,8 +6,9 @@ from typing import Literal
 
 # program: nothing can be planned or compiled. data: a dataset that does not suit the program.
 # missing_data: a dataset that is not on this machine. checkpoint: one of another run.
-# machine: a package, a directory or a file that this machine lacks.
-Kind = Literal["program", "data", "missing_data", "checkpoint", "machine"]
+# machine: a package, a directory or a file that this machine lacks. doubt: what is computed as
+# asked, and probably not what is wanted.
+Kind = Literal["program", "data", "missing_data", "checkpoint", "machine", "doubt"]
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,24 @@ class Purpose:
 
 
 _EVERY: tuple[Kind, ...] = ("program", "data", "missing_data", "checkpoint", "machine")
-CHECK = Purpose(_EVERY)
+CHECK = Purpose(_EVERY, ("doubt",))
 SHOW = Purpose(("program", "data"))
-PLAN = Purpose(("program", "machine"), ("data",))
+PLAN = Purpose(("program", "machine"), ("data", "doubt"))
 SEARCH = Purpose(("machine",), ("data",))  # chooses the mesh and the rules itself
 # A program may be compiled on a machine without the data, and ahead of a permitted change.
-COMPILE = Purpose(("program", "data", "machine"), ("missing_data", "checkpoint"), compiles=True)
-GENERATE = Purpose(
-    ("program", "machine", "checkpoint"), weights_only=True, compiles=True, trains_batches=False
+COMPILE = Purpose(
+    ("program", "data", "machine"), ("missing_data", "checkpoint", "doubt"), compiles=True
 )
-SERVE = Purpose(("program", "machine", "checkpoint"), weights_only=True, trains_batches=False)
+GENERATE = Purpose(
+    ("program", "machine", "checkpoint"),
+    ("doubt",),
+    weights_only=True,
+    compiles=True,
+    trains_batches=False,
+)
+SERVE = Purpose(
+    ("program", "machine", "checkpoint"), ("doubt",), weights_only=True, trains_batches=False
+)
 LAUNCH = Purpose(_EVERY)
 LAUNCH_ELSEWHERE = Purpose(("program", "data"))  # data and directories are on another machine
 

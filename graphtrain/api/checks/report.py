@@ -12,6 +12,7 @@ from graphtrain.api.checks.machine import (
     page_problems,
     run_problems,
 )
+from graphtrain.api.checks.positions import position_problems
 from graphtrain.api.checks.problem import Problem
 from graphtrain.api.checks.program import program_problems
 from graphtrain.api.checks.purpose import CHECK, Purpose
@@ -38,7 +39,7 @@ def problems(
         allowed_changes: settings that may differ from those of the checkpoint.
     """
     kinds = purpose.kinds
-    found = [*program_problems(config.program)]
+    found = [*program_problems(config.program), *position_problems(config)]
     found += [problem for option, path in (outputs or {}).items() if path is not None
               for problem in _output(option, path)]  # fmt: skip
     if "machine" in kinds:

@@ -84,11 +84,21 @@ class Program:
         chunk, seq_len = self.loss.chunk, self.batch.seq_len
         if isinstance(chunk, int) and seq_len % chunk:
             raise ValueError(f"batch.seq_len = {seq_len} is not a multiple of loss.chunk = {chunk}")
+        self._check_positions()
+
+    def _check_positions(self) -> None:
+        """Refuse sequences that are longer than the table of learned positions."""
         limit = self.model.max_position_embeddings
-        if limit is not None and seq_len > limit:
-            raise ValueError(
-                f"batch.seq_len = {seq_len} is more than model.max_position_embeddings = {limit}"
-            )
+        lengths = {
+            "batch.seq_len": self.batch.seq_len,
+            "serve.context_length": self.serve.context_length,
+        }
+        for name, length in lengths.items():
+            if limit is not None and length is not None and length > limit:
+                raise ValueError(
+                    f"{name} = {length} is more than model.max_position_embeddings = {limit}; "
+                    f"use at most {limit}"
+                )
 
 
 def check_preference(program: Program) -> None:
