@@ -207,6 +207,8 @@ WRONG = {
     "top_p": '{"prompt": "a", "top_p": 0}',
     "best_of": '{"prompt": "a", "n": 2, "best_of": 1}',
     "suffix": '{"prompt": "a", "suffix": "b"}',
+    "stop token": '{"prompt": "a", "stop_token_ids": [257]}',
+    "unknown stream option": '{"prompt": "a", "stream": true, "stream_options": {"usage": true}}',
 }  # fmt: skip
 WRONG_CHATS = {
     "no messages": {"messages": []},
@@ -220,6 +222,13 @@ WRONG_CHATS = {
     "top_logprobs": CHAT | {"top_logprobs": 2},
     "stream options": CHAT | {"stream_options": {"include_usage": True}},
     "too long": CHAT | {"max_tokens": 1000},
+    "stop token": CHAT | {"stop_token_ids": [1, 257]},
+    "unknown field of a message": {"messages": [{"role": "user", "content": "a", "tone": "b"}]},
+    "ShareGPT's names": {"messages": [{"from": "human", "value": "a"}]},
+    "name": {"messages": [{"role": "user", "content": "a", "name": "b"}]},
+    "tool call": {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+    "part": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]},
+    "kind of part": {"messages": [{"role": "user", "content": [{"type": "a", "text": "a"}]}]},
 }  # fmt: skip
 
 

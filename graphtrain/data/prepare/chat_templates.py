@@ -45,6 +45,11 @@ class Template:
     text: str
     special: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Variables, attributes and keys that the template mentions."""
+        return _names(self.text)
+
     def render(self, conversation: Conversation, train_on: TrainOn, place: str) -> Rendered:
         """Render a conversation; without an answer to train on, the spans are empty.
 
@@ -267,6 +272,25 @@ def _compiled(text: str) -> Any:
 
     with limits(text):  # the compiler computes constants
         return environment.from_string(text)
+
+
+@lru_cache
+def _names(text: str) -> frozenset[str]:
+    environment = _environment()
+    from jinja2 import nodes
+
+    from graphtrain.data.prepare.template_limits import limits
+
+    with limits(text):
+        tree = environment.parse(text)
+    keys = (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+    return frozenset(
+        [
+            *keys,
+            *(node.name for node in tree.find_all(nodes.Name)),
+            *(node.attr for node in tree.find_all(nodes.Getattr)),
+        ]
+    )
 
 
 @lru_cache

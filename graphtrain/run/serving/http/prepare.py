@@ -11,11 +11,11 @@ from graphtrain.errors import DataError
 from graphtrain.run.prompt import encode_prompt
 from graphtrain.run.serving.engine_protocol import SamplingParameters
 from graphtrain.run.serving.http.errors import ApiError
+from graphtrain.run.serving.http.messages import check_fields, parse_arguments
 from graphtrain.run.serving.http.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    parse_arguments,
 )
 from graphtrain.run.serving.sequence import ScoreRequest, SequenceRequest
 from graphtrain.run.serving.worker import OpenedModel
@@ -72,6 +72,7 @@ def prepare_chat(request: ChatRequest, model: OpenedModel, adapter: str | None) 
     record = {"messages": parse_arguments(request.messages), "tools": tools}
     try:
         (conversation,) = read_conversations(record, "messages", "messages")
+        check_fields(request.messages, conversation, chat.template)
         prompt = tuple(chat.prompt(conversation))
     except DataError as error:
         raise ApiError(400, str(error), "messages") from None
@@ -123,8 +124,18 @@ def _check_prompt(prompt: tuple[int, ...], max_tokens: int, model: OpenedModel, 
 
 
 def _ends(request: GenerationRequest, model: OpenedModel) -> tuple[int, ...]:
-    """Return the tokens that end a sequence."""
-    eod = model.tokenizer.eod
+    """Return the tokens that end a sequence.
+
+    Raises:
+        ApiError: one of them is not in the vocabulary.
+    """
+    eod, vocab = model.tokenizer.eod, model.engine.vocab
+    if (largest := max(request.stop_token_ids, default=0)) >= vocab:
+        raise ApiError(
+            400,
+            f"stop_token_ids: token id {largest} is not below the vocabulary size {vocab}",
+            "stop_token_ids",
+        )
     return *request.stop_token_ids, *(() if eod is None or request.ignore_eos else (eod,))
 
 

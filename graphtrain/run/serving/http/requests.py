@@ -30,6 +30,8 @@ Count = Annotated[int, Field(ge=1, le=_MAX_CHOICES)]
 class StreamOptions(BaseModel):
     """Options of a stream."""
 
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
     include_usage: bool = False
     include_obfuscation: bool = False  # pads the events of OpenAI's servers; nothing is padded here
 
@@ -162,6 +164,8 @@ def _api_error(error: ValidationError) -> ApiError:
     if name in _FORMS:
         return ApiError(400, _FORMS[name], name)
     path = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown field {path[:80]!r}", name, "unknown_parameter")
     return ApiError(400, f"{path[:200]}: {problem['msg']}", name)
 
 
@@ -185,29 +189,3 @@ def _check_together(request: GenerationRequest) -> None:
         raise ApiError(400, "best_of above n cannot be streamed", "best_of")
     if request.max_tokens == 0 and not request.echo:
         raise ApiError(400, "max_tokens = 0 generates nothing; it needs echo = true", "max_tokens")
-
-
-def parse_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with the arguments of tool calls as objects, as chat templates expect them.
-
-    OpenAI's interface has them as JSON in a string.
-    """
-    return [_with_arguments(message) for message in messages]
-
-
-def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return message | {"tool_calls": [_with_object(call) for call in calls]}
-
-
-def _with_object(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(arguments, str):
-        return call
-    try:
-        return call | {"function": function | {"arguments": json.loads(arguments)}}
-    except (ValueError, RecursionError):
-        return call
