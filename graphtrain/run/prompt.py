@@ -37,8 +37,19 @@ def prompt_prefix(config: Config, tokenizer: Tokenizer, bos: bool | None) -> tup
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, prefix: tuple[int, ...]) -> list[int]:
     """Return the token ids of a prompt, which begins with the prefix (BOS) once."""
-    tokens = tokenizer.encode(prompt)
+    tokens = encode_text(tokenizer, prompt)
     return tokens if tuple(tokens[: len(prefix)]) == prefix else [*prefix, *tokens]
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the token ids of a raw text; a special token spelled out in it is that token.
+
+    So it is in transformers, whichever library tokenizes.
+    """
+    if not any(special in text for special in tokenizer.special_texts):
+        return tokenizer.encode(text)
+    (encoded,) = tokenizer.encode_with_offsets([text])
+    return encoded.tokens.tolist()
 
 
 def _train_prefixes(config: Config) -> list[str]:

@@ -121,11 +121,15 @@ class SentencePieceTokenizer:
             if token_id is not None and token_id >= 0
         }
 
-    @property
+    @cached_property
     def special_texts(self) -> Sequence[str]:
-        """Control pieces, which sentencepiece never produces from text."""
-        control_ids = filter(self._processor.is_control, range(self.vocab))
-        return sorted(map(self._processor.id_to_piece, control_ids), key=len, reverse=True)
+        """Control pieces and the unknown one, which sentencepiece never produces from these texts.
+
+        They are special tokens in transformers.
+        """
+        processor = self._processor
+        ids = (n for n in range(self.vocab) if processor.is_control(n) or processor.is_unknown(n))
+        return sorted(map(processor.id_to_piece, ids), key=len, reverse=True)
 
     @cached_property
     def _control_pieces(self) -> re.Pattern[str]:

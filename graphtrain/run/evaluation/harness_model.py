@@ -19,6 +19,7 @@ from graphtrain.errors import DataError
 from graphtrain.run.batch_generation import Continuation, continue_all
 from graphtrain.run.evaluation.answer_journal import Answers, request_key
 from graphtrain.run.evaluation.continuation_scores import ScoredText, score_continuations
+from graphtrain.run.prompt import encode_text
 from graphtrain.run.serving.chat_format import ChatFormat
 from graphtrain.run.serving.engine_protocol import Engine, SamplingParameters
 from graphtrain.run.serving.sequence import SequenceRequest
@@ -261,11 +262,7 @@ class EngineModel(TemplateLM):
         return "" if eod is None else self._text.tokenizer.decode([eod])
 
     def _encode_text(self, string: str) -> tuple[int, ...]:
-        tokenizer = self._text.tokenizer
-        if self._text.chat is None:
-            return tuple(tokenizer.encode(string))
-        (encoded,) = tokenizer.encode_with_offsets([string])  # special tokens of the template
-        return tuple(encoded.tokens.tolist())
+        return tuple(encode_text(self._text.tokenizer, string))
 
     def _token(self, name: str, token: int | None) -> int:
         if token is None:

@@ -31,6 +31,7 @@ from graphtrain.data.prepare.text import prepare
 from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
+from graphtrain.run.prompt import encode_prompt
 
 CORPUS = ["the quick brown fox jumps over the lazy dog. user model assistant [INST] 12\n"] * 30
 TEXTS = ["the fox", "  the lazy dog\n\njumps 123", "é", "over the dog, the fox"]
@@ -315,6 +316,18 @@ def test_sentencepiece_adds_bos_as_the_config_next_to_it(tmp_path, config):
     assert dataset_tokenizer(prefix).prefix == read_description(prefix).bos == (1,) * adds_bos
     prepared(tmp_path, folder / "tokenizer.model", bos=not adds_bos, append_eod=False)
     assert read_description(prefix).bos == (1,) * (not adds_bos)
+
+
+def test_special_tokens_in_a_raw_prompt_of_sentencepiece_are_those_of_transformers(tmp_path):
+    train_sentencepiece(CORPUS, 310).save(_made(tmp_path / "model"))
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    ours = load_tokenizer(tmp_path / "model")
+    for text in ("</s>the fox</s> jumps", "<s>dog</s></s>over", "<unk>the <s>", "<s>the</ s>fox"):
+        expected = theirs(text, add_special_tokens=False).input_ids
+        assert encode_prompt(ours, text, ()) == expected, text
 
 
 def test_gpt2_files_add_bos_as_the_config_next_to_them(tmp_path):
