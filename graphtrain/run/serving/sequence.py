@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from graphtrain.run.serving.detokenizer import Decode, IncrementalDetokenizer
@@ -37,6 +37,7 @@ class TextToken:
 
     choice: TokenChoice
     offset: int  # characters of the generated text before it
+    cut_text: str | None = None  # its text up to a stop string that begins inside; None: all of it
 
 
 def mean_log_prob(tokens: Sequence[TextToken]) -> float:
@@ -62,7 +63,7 @@ class Update:
 
     index: int  # of the sequence in its request
     text: str = ""  # that follows the text of the updates before
-    tokens: tuple[TextToken, ...] = ()  # whose text begins in the text so far
+    tokens: tuple[TextToken, ...] = ()  # whose text ends in the text so far
     scores: tuple[TokenChoice | None, ...] = ()  # answer to a ScoreRequest
     finish_reason: FinishReason | None = None
     usage: Usage | None = None  # with the last update
@@ -71,6 +72,24 @@ class Update:
     @property
     def is_last(self) -> bool:
         return self.usage is not None or self.error is not None
+
+
+@dataclass(frozen=True)
+class _HeldToken:
+    """Token whose text is not released to its end."""
+
+    token: TextToken
+    text: str
+
+    @property
+    def end(self) -> int:
+        return self.token.offset + len(self.text)
+
+    def cut(self, end: int) -> TextToken:
+        """Return the token of a text that ends here, perhaps inside of the token."""
+        if self.end <= end:
+            return self.token
+        return replace(self.token, cut_text=self.text[: end - self.token.offset])
 
 
 class GeneratedText:
@@ -86,7 +105,7 @@ class GeneratedText:
         self._detokenizer = IncrementalDetokenizer(decode, request.prompt)
         self._stop_strings = StopStrings(request.stop)
         self._decoded = self._released = 0  # characters
-        self._held: list[TextToken] = []
+        self._held: list[_HeldToken] = []
         self._is_cut = False  # by a stop string
         self.is_stopped = False
 
@@ -101,8 +120,8 @@ class GeneratedText:
                 self.is_stopped = True
                 text += self._rest()
                 return text, self._release(text, everything=not self._is_cut)
-            self._held.append(TextToken(choice, self._decoded))
             added = self._detokenizer.push(choice.token)
+            self._held.append(_HeldToken(TextToken(choice, self._decoded), added))
             self._decoded += len(added)
             released, self._is_cut = self._stop_strings.push(added)
             text += released
@@ -125,6 +144,10 @@ class GeneratedText:
 
     def _release(self, text: str, *, everything: bool) -> tuple[TextToken, ...]:
         self._released += len(text)
-        count = sum(everything or token.offset < self._released for token in self._held)
+        end = self._released
+        count = sum(
+            everything or (held.token.offset < end and (self._is_cut or held.end <= end))
+            for held in self._held
+        )
         released, self._held = self._held[:count], self._held[count:]
-        return tuple(released)
+        return tuple(held.cut(end) if self._is_cut else held.token for held in released)

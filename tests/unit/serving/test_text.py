@@ -110,3 +110,24 @@ def test_tokens_of_a_stop_string_are_dropped_with_its_text():
 def test_a_stop_token_ends_the_text_and_is_no_part_of_it():
     assert generated([97, 98, 7, 99], stop_tokens=(7,)) == ("ab", b"ab", True)
     assert generated([97, 0xC3, 7], stop_tokens=(7,)) == ("a\ufffd", b"a\xc3", True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("stop", ["\n\n", "c", "ab", "e. T", "zzz"])
+def test_the_tokens_of_a_text_are_its_text_also_where_a_stop_string_cuts_one(size, stop):
+    """Here a token is some characters; the last one is shown as far as the text goes."""
+    story = "One abc.\n\nThe tale. The end."
+    pieces = [story[at : at + size] for at in range(0, len(story), size)]
+    request = SequenceRequest(prompt=(0,), sampling=SamplingParameters(), stop=(stop,))
+    text = GeneratedText(request, lambda tokens: "".join(pieces[token] for token in tokens))
+    updates = []
+    for token in range(1, len(pieces)):
+        if not text.is_stopped:
+            updates.append(text.push([TokenChoice(token, -1.0)]))
+    updates.append(text.finish())
+    whole, shown = "".join(pieces[1:]).partition(stop)[0], ""
+    for _, tokens in updates:
+        for token in tokens:
+            assert token.offset == len(shown)
+            shown += pieces[token.choice.token] if token.cut_text is None else token.cut_text
+    assert shown == "".join(released for released, _ in updates) == whole

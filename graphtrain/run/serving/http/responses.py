@@ -54,8 +54,10 @@ class Answer:
         self, tokens: Iterable[TextToken], count: int, shift: int = 0
     ) -> dict[str, Any]:
         """Return log-probabilities of generated tokens; `shift` characters precede the text."""
+        tokens = tuple(tokens)
         pairs = [(token.choice, token.offset + shift) for token in tokens]
-        return self._completion_logprobs(pairs, count)
+        texts = [self._visible_text(token) for token in tokens]
+        return self._completion_logprobs(pairs, count) | {"tokens": texts}
 
     def prompt_logprobs(
         self, prompt: Sequence[int], scores: Sequence[TokenChoice | None], count: int
@@ -92,14 +94,21 @@ class Answer:
 
     def chat_logprobs(self, tokens: Iterable[TextToken], count: int) -> dict[str, Any]:
         content = [
-            self._chat_token(token.choice.token, token.choice.log_prob)
-            | {"top_logprobs": [self._chat_token(*top) for top in token.choice.top[:count]]}
+            self._chat_token(self._visible_text(token), token.choice.log_prob)
+            | {"top_logprobs": [self._top_token(*top) for top in token.choice.top[:count]]}
             for token in tokens
         ]
         return {"content": content, "refusal": None}
 
-    def _chat_token(self, token: int, log_prob: float) -> dict[str, Any]:
-        text = self._text_of(token)
+    def _top_token(self, token: int, log_prob: float) -> dict[str, Any]:
+        return self._chat_token(self._text_of(token), log_prob)
+
+    def _visible_text(self, token: TextToken) -> str:
+        """Return the text of a token as far as the answer has it: up to a stop string."""
+        return self._text_of(token.choice.token) if token.cut_text is None else token.cut_text
+
+    @staticmethod
+    def _chat_token(text: str, log_prob: float) -> dict[str, Any]:
         # A part of a character decodes to U+FFFD, and its bytes are not known.
         data = None if _REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": _finite(log_prob), "bytes": data}
