@@ -128,6 +128,8 @@ def _answer(session: "ChatSession", question: str) -> None:
     except KeyboardInterrupt:
         click.echo()
     except UserError as error:
+        if not sys.stdin.isatty():  # nobody is there to ask otherwise: the command fails
+            raise
         say(f"error: {error}")
 
 

@@ -118,6 +118,24 @@ def test_the_command_reads_lines_until_quit(monkeypatch, tmp_path):
     assert talks[0]._worker.join(5)
 
 
+def test_a_question_from_a_pipe_that_cannot_be_answered_is_an_error(monkeypatch, tmp_path):
+    talks = []
+
+    def chat(config, **options):
+        talks.append(session())
+        return talks[0]
+
+    monkeypatch.setattr(serving, "chat", chat)
+    monkeypatch.setattr(chat_command, "check", lambda config, *_: config)
+    result = CliRunner().invoke(
+        chat_command.command, [str(tmp_path / "a.toml")], input=f"{'x' * 500}\nhello\n"
+    )
+    assert isinstance(result.exception, DataError) and "shorten the question" in str(
+        result.exception
+    )
+    assert result.stdout == "" and talks[0]._worker.join(5)
+
+
 @pytest.mark.parametrize(
     ("template", "stop"),
     [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("qwen", "<|im_end|>")],
