@@ -146,11 +146,17 @@ def chat(
 
 
 def _fixed_step(config: Config, step: StepName) -> StepName:
-    """Return the number of the last checkpoint in place of "last", if there is one."""
-    from graphtrain.checkpoints.checkpoint import saved_steps
+    """Return the number of the checkpoint that a name stands for, if there is one.
 
-    steps = saved_steps(Path(config.run.directory) / "checkpoints")
-    return steps[-1] if step == "last" and steps else step
+    So a run that saves another one meanwhile does not give weights that were not checked.
+    """
+    from graphtrain.checkpoints.checkpoint import named_step, saved_steps
+
+    directory = Path(config.run.directory) / "checkpoints"
+    chosen, steps = named_step(directory, step), saved_steps(directory)
+    if chosen is None:
+        return steps[-1] if steps else step
+    return chosen
 
 
 def _open_adapters(

@@ -11,7 +11,7 @@ import click
 from graphtrain.api.checks.purpose import GENERATE
 from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
-    FiniteRange,
+    FiniteNumber,
     LocalPath,
     cache_option,
     chat_template_option,
@@ -52,7 +52,7 @@ def search_options(command: Callable) -> Callable:
         ),
         click.option(
             "--length-penalty",
-            type=FiniteRange(),
+            type=FiniteNumber(),
             default=1.0,
             show_default=True,
             help="Exponent of the number of tokens by which a beam search divides "
@@ -151,6 +151,11 @@ def command(
     which program.batch.seq_len fit into the context; a longer text loses its beginning.
     """
     _check_options()
+    if watch and not config.exists():
+        raise click.UsageError(
+            f"{config} does not exist; a run makes its directory when it begins, so start it first "
+            "(graphtrain run), or name its configuration file"
+        )
     options["max_tokens"] = tokens
     if prompts is not None:
         if beams is not None and samples > beams:

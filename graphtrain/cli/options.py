@@ -33,6 +33,18 @@ class FiniteRange(click.FloatRange):
         return number
 
 
+class FiniteNumber(click.ParamType):
+    """Any number but NaN and infinity; the help of a range without limits would name some."""
+
+    name = "float"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = click.FLOAT.convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail("not a finite number", param, ctx)
+        return number
+
+
 class LocalPath(click.Path):
     """Path of a local file or directory; refuses URLs and names that no file can have."""
 

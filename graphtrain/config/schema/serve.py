@@ -33,7 +33,11 @@ class Serve:
     weights_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"  # of matrices
 
     def __post_init__(self) -> None:
-        if not self.prefill or list(self.prefill) != sorted(set(self.prefill)):
+        if not self.prefill:
+            raise ValueError(
+                f"prefill = []: name at least one size; the default is {list(type(self).prefill)}"
+            )
+        if list(self.prefill) != sorted(set(self.prefill)):
             raise ValueError(f"prefill = {list(self.prefill)}: sizes must increase")
         if self.beams == 1:
             raise ValueError("beams = 1: a beam search has at least 2 (0: no beam search)")
