@@ -121,12 +121,16 @@ class SentencePieceTokenizer:
             if token_id is not None and token_id >= 0
         }
 
-    @cached_property
+    @property
     def special_texts(self) -> Sequence[str]:
         """Control pieces and the unknown one, which sentencepiece never produces from these texts.
 
         They are special tokens in transformers.
         """
+        return self._special_texts
+
+    @cached_property
+    def _special_texts(self) -> Sequence[str]:
         processor = self._processor
         ids = (n for n in range(self.vocab) if processor.is_control(n) or processor.is_unknown(n))
         return sorted(map(processor.id_to_piece, ids), key=len, reverse=True)
