@@ -22,7 +22,7 @@ from graphtrain.cache import Cache
 from graphtrain.cache.bundles import KEYS_FILE
 from graphtrain.cache.bundles import read as read_bundle
 from graphtrain.cache.key import CacheKey
-from graphtrain.checkpoints.checkpoint import check_same_model, read_checkpoint_info
+from graphtrain.checkpoints.info import check_same_model, read_checkpoint_info
 from graphtrain.checkpoints.manifest import verify_files, write_manifest
 from graphtrain.checkpoints.strategy import read_json as read_strategy
 from graphtrain.checkpoints.strategy import write_json as write_strategy

@@ -12,7 +12,7 @@ from graphtrain.api.configuration import Settings, checked_config, open_cache
 
 if TYPE_CHECKING:
     from graphtrain.api.configuration import Source
-    from graphtrain.checkpoints.checkpoint import StepName
+    from graphtrain.checkpoints.steps import StepName
     from graphtrain.run.evaluation.harness_model import TextFormat
     from graphtrain.run.evaluation.task_results import TaskResults
     from graphtrain.run.serving.engine_protocol import Engine
@@ -78,7 +78,7 @@ def evaluate_tasks(
     with optional_import("an evaluation of tasks"):
         from graphtrain.run.evaluation.evaluate_tasks import evaluate_tasks as evaluate
         from graphtrain.run.evaluation.loaded_tasks import TaskSettings
-    from graphtrain.checkpoints.checkpoint import named_step
+    from graphtrain.checkpoints.steps import named_step
     from graphtrain.config.resolve import resolve
     from graphtrain.run.evaluation.model_identity import identity_digest, model_identity
     from graphtrain.run.evaluation.text_format import open_text_format

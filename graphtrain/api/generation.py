@@ -21,7 +21,7 @@ from graphtrain.api.configuration import (
 if TYPE_CHECKING:
     from graphtrain.api.configuration import Source
     from graphtrain.cache import Cache
-    from graphtrain.checkpoints.checkpoint import StepName
+    from graphtrain.checkpoints.steps import StepName
     from graphtrain.config.resolve import ResolvedProgram
     from graphtrain.config.schema import Config, Program
     from graphtrain.data.tokenizers.protocol import Tokenizer
@@ -308,7 +308,7 @@ def _with_beams(program: Program, search: BeamSettings | None) -> Program:
 
 
 def _numbered_step(settings: Config, step: StepName) -> int | None:
-    from graphtrain.checkpoints.checkpoint import named_step
+    from graphtrain.checkpoints.steps import named_step
 
     return named_step(Path(settings.run.directory) / "checkpoints", step)
 

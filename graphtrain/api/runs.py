@@ -22,7 +22,7 @@ from graphtrain.api.programs import compile_missing
 
 if TYPE_CHECKING:
     from graphtrain.api.configuration import Source
-    from graphtrain.checkpoints.checkpoint import StepName
+    from graphtrain.checkpoints.steps import StepName
     from graphtrain.run.callbacks import Callback
     from graphtrain.run.evaluate import Evaluation
     from graphtrain.run.events import RunSummary
@@ -147,7 +147,7 @@ def evaluate(
     """
     from dataclasses import replace
 
-    from graphtrain.checkpoints.checkpoint import named_step
+    from graphtrain.checkpoints.steps import named_step
     from graphtrain.config.resolve import resolve
     from graphtrain.run.evaluate import bigram_loss, checkpoint_loss
     from graphtrain.run.processes import expected_rank, is_rank_zero, join_run

@@ -13,7 +13,7 @@ from graphtrain.api.generation import sampling_parameters
 
 if TYPE_CHECKING:
     from graphtrain.api.configuration import Source
-    from graphtrain.checkpoints.checkpoint import StepName
+    from graphtrain.checkpoints.steps import StepName
     from graphtrain.config.schema import Config
     from graphtrain.run.serving.chat_session import ChatSession
     from graphtrain.run.serving.worker import OpenedModel
@@ -150,7 +150,7 @@ def _fixed_step(config: Config, step: StepName) -> StepName:
 
     So a run that saves another one meanwhile does not give weights that were not checked.
     """
-    from graphtrain.checkpoints.checkpoint import named_step, saved_steps
+    from graphtrain.checkpoints.steps import named_step, saved_steps
 
     directory = Path(config.run.directory) / "checkpoints"
     chosen, steps = named_step(directory, step), saved_steps(directory)
@@ -172,7 +172,7 @@ def _open_adapters(
     Raises:
         UserError: one cannot be served beside the run.
     """
-    from graphtrain.checkpoints.checkpoint import named_step
+    from graphtrain.checkpoints.steps import named_step
     from graphtrain.config.resolve import resolve
     from graphtrain.errors import GraphtrainError
     from graphtrain.run.serving.adapters import open_adapters
@@ -200,7 +200,7 @@ def _opener(
     """Return the function that opens the model of a run, in the thread that will use it."""
 
     def open_model() -> OpenedModel:
-        from graphtrain.checkpoints.checkpoint import named_step
+        from graphtrain.checkpoints.steps import named_step
         from graphtrain.config.resolve import resolve
         from graphtrain.run.prompt import prompt_prefix, run_tokenizer
         from graphtrain.run.serving.chat_format import open_chat_format

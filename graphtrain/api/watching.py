@@ -39,8 +39,8 @@ def watch(
         TrainingError: there is no checkpoint, and no process trains the run.
         UserError: something else that the user can change; its text says what.
     """
-    from graphtrain.checkpoints.checkpoint import saved_steps
     from graphtrain.checkpoints.manifest import DamagedCheckpoint
+    from graphtrain.checkpoints.steps import saved_steps
     from graphtrain.errors import TrainingError, WeightsError
     from graphtrain.run.new_checkpoints import new_checkpoints
     from graphtrain.run.serving.engine import load_checkpoint

@@ -11,8 +11,9 @@ one. Orbax's own notes on the directory (`_UNVERIFIED`) are written after it, an
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NotRequired
 
@@ -21,6 +22,7 @@ from typing_extensions import TypedDict  # pydantic refuses that of typing befor
 
 from graphtrain.errors import TrainingError
 from graphtrain.files import atomic_write, content_digest, json_digest, validate
+from lowering.xla import distributed
 from sharding_rules.documents import read_object
 
 NAME = "manifest.json"
@@ -186,3 +188,36 @@ def _fast_digest(path: Path) -> str:
     """
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+@contextmanager
+def verified_while_reading(checkpoint_path: Path) -> Iterator[None]:
+    """Verify a checkpoint while the block reads it; raise at the end of the block if it is damaged.
+
+    Several processes verify it before the block, each a share of the files: all must agree to read
+    it, because reading it synchronizes them.
+
+    Raises:
+        DamagedCheckpoint: a file is not as it was written. What the block returned, or raised
+            because of the damage, must not be used.
+    """
+    count = distributed.count()
+    if count > 1:
+        reason = ""
+        try:
+            verify_files(checkpoint_path, part=distributed.rank(), parts=count)
+        except DamagedCheckpoint as error:
+            reason = error.reason
+        if reasons := list(filter(None, distributed.all_gather_text(reason))):
+            raise DamagedCheckpoint(checkpoint_path, reasons[0])
+        yield
+        return
+    with ThreadPoolExecutor(1) as pool:
+        verification = pool.submit(verify_files, checkpoint_path)
+        try:
+            yield
+        except Exception as error:
+            if isinstance(damage := verification.exception(), DamagedCheckpoint):
+                raise damage from error
+            raise
+        verification.result()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from graphtrain.checkpoints.checkpoint import saved_steps
+from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.errors import TrainingError, WeightsError
 from lowering.xla import distributed
 

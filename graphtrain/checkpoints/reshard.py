@@ -17,17 +17,13 @@ from typing import Any
 import numpy as np
 
 from graphtrain.checkpoints import private_orbax
-from graphtrain.checkpoints.checkpoint import (
-    CheckpointInfo,
-    check_directory,
-    check_same_model,
-    checkpoint_errors,
-    read_checkpoint_info,
-    saved_steps,
-)
+from graphtrain.checkpoints.checkpoint import check_directory
+from graphtrain.checkpoints.info import CheckpointInfo, check_same_model, read_checkpoint_info
 from graphtrain.checkpoints.layer_rows import Index, StackedArray, read_reordered_part
 from graphtrain.checkpoints.manifest import verify_files, write_manifest
 from graphtrain.checkpoints.output_directory import create_directory
+from graphtrain.checkpoints.steps import saved_steps
+from graphtrain.checkpoints.storage_errors import checkpoint_errors
 from graphtrain.checkpoints.strategy import Strategy, read_json, strategy_of
 from graphtrain.config import load_config, render
 from graphtrain.config.resolve import layer_rows, resolve

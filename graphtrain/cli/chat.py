@@ -26,7 +26,7 @@ from graphtrain.cli.terminal import say
 from lowering.machine import startup
 
 if TYPE_CHECKING:
-    from graphtrain.checkpoints.checkpoint import StepName
+    from graphtrain.checkpoints.steps import StepName
     from graphtrain.run.serving.chat_session import ChatSession
 
 _HELP = "Ctrl-C stops an answer; /reset begins a new conversation; /quit or Ctrl-D ends."

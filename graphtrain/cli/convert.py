@@ -14,7 +14,7 @@ from graphtrain.cli.options import LocalPath, json_option, step_option
 from graphtrain.cli.usage import Group
 
 if TYPE_CHECKING:
-    from graphtrain.checkpoints.checkpoint import StepName
+    from graphtrain.checkpoints.steps import StepName
     from graphtrain.weights.convert import ConversionSummary, Progress
 
 _DIRECTORY = LocalPath()
@@ -93,8 +93,8 @@ def graphtrain_to_hf(
     template are those of the initial weights. A trained LoRA adapter is merged into the weights;
     with --adapter it is written alone, in the format of PEFT.
     """
-    from graphtrain.checkpoints.checkpoint import named_step
     from graphtrain.checkpoints.pruned import read_checkpoint
+    from graphtrain.checkpoints.steps import named_step
     from graphtrain.weights.convert import export_hugging_face
     from graphtrain.weights.peft import export_peft
 
@@ -134,9 +134,9 @@ def reshard(source: Path, destination: Path, to: Path, step: StepName, as_json: 
     """
     import jax
 
-    from graphtrain.checkpoints.checkpoint import named_step
     from graphtrain.checkpoints.pruned import read_checkpoint
     from graphtrain.checkpoints.reshard import reshard as make
+    from graphtrain.checkpoints.steps import named_step
 
     jax.config.update("jax_platforms", "cpu")  # Orbax would initialize an accelerator
     chosen = named_step(source / "checkpoints", step)

@@ -27,7 +27,7 @@ from graphtrain.cli.options import (
 from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
-    from graphtrain.checkpoints.checkpoint import StepName
+    from graphtrain.checkpoints.steps import StepName
 
 _TASK_OPTIONS = (
     "data", "limit", "fewshot", "samples", "report", "apply_chat_template", "chat_template",

@@ -25,7 +25,7 @@ from graphtrain.cli.terminal import say
 from lowering.machine import startup
 
 if TYPE_CHECKING:
-    from graphtrain.checkpoints.checkpoint import StepName
+    from graphtrain.checkpoints.steps import StepName
 
 _KEY_VARIABLE = "GRAPHTRAIN_API_KEY"
 

@@ -190,7 +190,7 @@ def decode_step(
 
 
 def state_specs(program: ResolvedProgram) -> Tree:
-    """Return the ArraySpecs of the state: KV cache, and how each sequence goes on."""
+    """Return the ArraySpecs of the state: KV cache, and how each sequence continues."""
     slots, vocab = program.settings.serve.slots, program.model.vocab
     requests = sequence_request_specs(program)
     by_slot = {

@@ -11,12 +11,10 @@ import numpy as np
 
 import lowering
 from graphtrain.cache import Cache
-from graphtrain.checkpoints.checkpoint import (
-    layer_order_of,
-    restore_parameters,
-    saved_steps,
-)
+from graphtrain.checkpoints.checkpoint import restore_parameters
+from graphtrain.checkpoints.layer_order import layer_order_of
 from graphtrain.checkpoints.pruned import read_checkpoint
+from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.compile.html import html_facts
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config, Data, Program, Run

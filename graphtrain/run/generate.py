@@ -1,4 +1,4 @@
-"""Text generation: one sequence that goes on beyond the context of the model."""
+"""Text generation: one sequence that continues beyond the context of the model."""
 
 from __future__ import annotations
 

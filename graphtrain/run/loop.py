@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import lowering
-from graphtrain.checkpoints.checkpoint import Checkpoints, saved_steps
+from graphtrain.checkpoints.checkpoint import Checkpoints
+from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
@@ -324,7 +325,7 @@ class TrainingLoop:
         return loss
 
     def _sample(self, completed_steps: int, state: Tree) -> None:
-        """Continue the prompts of run.samples. A failure is a warning, and the run goes on."""
+        """Continue the prompts of run.samples. A failure is a warning, and the run continues."""
         if self.samples is None or self.stop.should_stop():
             return
         self._finish_pending_step()
@@ -341,7 +342,7 @@ class TrainingLoop:
         self._last_finished_at = time.perf_counter()  # do not count the samples as step time
 
     def _score_tasks(self, completed_steps: int, state: Tree) -> None:
-        """Evaluate run.tasks. A failure is a warning, and the run goes on."""
+        """Evaluate run.tasks. A failure is a warning, and the run continues."""
         if self.tasks is None:
             return
         self._finish_pending_step()

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from graphtrain.checkpoints.checkpoint import saved_steps
 from graphtrain.checkpoints.manifest import NAME as MANIFEST
+from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.errors import TrainingError
 from graphtrain.run.directory_lock import LEASE
 from lowering.machine.leases import Lease

@@ -10,14 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphtrain.checkpoints.checkpoint import (
-    CheckpointInfo,
-    Checkpoints,
-    RestoredState,
-    read_checkpoint_info,
-    saved_steps,
-)
+from graphtrain.checkpoints.checkpoint import Checkpoints, RestoredState
+from graphtrain.checkpoints.info import CheckpointInfo, read_checkpoint_info
 from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files
+from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.config.identity import differences, mathematics, say
 from graphtrain.config.schema import Config, Data, Run
 from graphtrain.data.indexed.dataset import dataset_paths

@@ -14,12 +14,8 @@ import numpy as np
 
 import lowering
 from graphtrain.cache import Cache
-from graphtrain.checkpoints.checkpoint import (
-    Checkpoints,
-    RestoredState,
-    check_directory,
-    layer_order_of,
-)
+from graphtrain.checkpoints.checkpoint import Checkpoints, RestoredState, check_directory
+from graphtrain.checkpoints.layer_order import layer_order_of
 from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.config import render
 from graphtrain.config.resolve import ResolvedProgram

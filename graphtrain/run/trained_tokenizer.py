@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphtrain.checkpoints.checkpoint import read_checkpoint_info, saved_steps
+from graphtrain.checkpoints.info import read_checkpoint_info
+from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.config.schema import Run
 from graphtrain.data.indexed.description import read_description
 from graphtrain.errors import DataError

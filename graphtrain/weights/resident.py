@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import lowering
-from graphtrain.checkpoints.checkpoint import layer_order_of
+from graphtrain.checkpoints.layer_order import layer_order_of
 from graphtrain.checkpoints.layer_rows import Index, LayerRows, StackedArray, read_reordered_part
 from graphtrain.config.resolve import ResolvedProgram, layer_rows
 from graphtrain.config.schema import Model, Program

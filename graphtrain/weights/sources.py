@@ -119,7 +119,7 @@ class RunCheckpoint:
     """
 
     def __init__(self, directory: Path, step: int | None = None) -> None:
-        from graphtrain.checkpoints.checkpoint import check_same_model, read_checkpoint_info
+        from graphtrain.checkpoints.info import check_same_model, read_checkpoint_info
         from graphtrain.checkpoints.manifest import verify_files
         from graphtrain.config import load_config
 
@@ -154,7 +154,7 @@ class RunCheckpoint:
         return self.read([path], layer)[0][index]
 
     def _load(self, path: str) -> np.ndarray:
-        from graphtrain.checkpoints.checkpoint import restore_array
+        from graphtrain.checkpoints.arrays import restore_array
 
         array = restore_array(self._checkpoints, self.step, f"parameters/{path}")
         if not path.startswith("layers/"):
@@ -174,7 +174,7 @@ def checkpoint_step(directory: Path, step: int | None) -> int:
     Raises:
         WeightsError: there is no such checkpoint.
     """
-    from graphtrain.checkpoints.checkpoint import saved_steps
+    from graphtrain.checkpoints.steps import saved_steps
 
     steps = saved_steps(directory / "checkpoints")
     if not steps or (step is not None and step not in steps):

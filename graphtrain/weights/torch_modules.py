@@ -173,7 +173,7 @@ def export(
         The model_type (or program.model.torch), the number of weights, and of tensors.
     """
     import lowering
-    from graphtrain.checkpoints.checkpoint import restore_array
+    from graphtrain.checkpoints.arrays import restore_array
     from graphtrain.checkpoints.manifest import verify_files
     from graphtrain.torch_frontend.language_model import TorchLanguageModel
     from graphtrain.weights.writer import SafetensorsWriter

@@ -35,7 +35,8 @@ from pathlib import Path
 
 from trial_places import Machine, Place, Running, Trials, begin, healthy_start_seconds, make_trials
 
-from graphtrain.checkpoints.checkpoint import read_checkpoint_info, restore_array
+from graphtrain.checkpoints.arrays import restore_array
+from graphtrain.checkpoints.info import read_checkpoint_info
 
 STOPPED, DEFAULT_ACTION, LOST = 128 + signal.SIGTERM, -signal.SIGTERM, 75
 STEPS, SAVE_EVERY, EVALUATE_EVERY, BATCHES = 120, 3, 5, 8

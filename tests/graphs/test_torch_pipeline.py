@@ -13,7 +13,8 @@ from test_parallel import assert_close, loss_and_gradients
 from torch_families import imported
 
 import lowering
-from graphtrain.checkpoints.checkpoint import Checkpoints, layer_order_of, restore_parameters
+from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters
+from graphtrain.checkpoints.layer_order import layer_order_of
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh, PipelineSettings, TorchModel
 from graphtrain.errors import TrainingError

@@ -10,7 +10,7 @@ import torch
 import transformers
 from test_weights import reference_loss
 
-from graphtrain.checkpoints.checkpoint import restore_array
+from graphtrain.checkpoints.arrays import restore_array
 from graphtrain.config import load_config
 from graphtrain.models.lora.trainable import trained_arrays
 from graphtrain.weights.digests import record_weights

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters, saved_steps
+from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters
+from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.errors import TrainingError
 
 

@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters, saved_steps
+from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters
 from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files, write_manifest
+from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.files import json_digest
 
 STATE = {"parameters": {"head": np.random.default_rng(0).random((64, 64), np.float32)}}

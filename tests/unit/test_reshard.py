@@ -16,12 +16,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from graphtrain.checkpoints.checkpoint import (
-    Checkpoints,
-    layer_order_of,
-    read_checkpoint_info,
-    restore_parameters,
-)
+from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters
+from graphtrain.checkpoints.info import read_checkpoint_info
+from graphtrain.checkpoints.layer_order import layer_order_of
 from graphtrain.checkpoints.reshard import reshard
 from graphtrain.checkpoints.strategy import Strategy, read_json, save_strategy, strategy_of
 from graphtrain.cli.plan_show import show

@@ -22,12 +22,9 @@ def checkpoint_problems(
     """
     if not (Path(config.run.directory) / "checkpoints").is_dir():
         return
-    from graphtrain.checkpoints.checkpoint import (
-        check_same_model,
-        read_checkpoint_info,
-        saved_steps,
-    )
+    from graphtrain.checkpoints.info import check_same_model, read_checkpoint_info
     from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files
+    from graphtrain.checkpoints.steps import saved_steps
     from graphtrain.run.resume import check_identity, identity_of
 
     directory = Path(config.run.directory) / "checkpoints"

@@ -6,8 +6,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from graphtrain.checkpoints.checkpoint import saved_steps
 from graphtrain.checkpoints.manifest import NAME as MANIFEST
+from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Run

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import lowering
-from graphtrain.checkpoints.checkpoint import saved_steps
+from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Run, is_imported
 from graphtrain.config.serving_program import serving_program

@@ -16,7 +16,7 @@ from graphtrain.run.serving.worker import NotReady, OpenedModel, Worker
 
 
 class ChatSession:
-    """Conversation that goes on with each question; its beginning is computed once.
+    """Conversation that continues with each question; its beginning is computed once.
 
     Args:
         worker: Thread of the engine, started.

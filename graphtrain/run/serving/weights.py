@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import lowering
-from graphtrain.checkpoints.checkpoint import layer_order_of, restore_parameters, saved_steps
+from graphtrain.checkpoints.checkpoint import restore_parameters
+from graphtrain.checkpoints.layer_order import layer_order_of
+from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Run
 from graphtrain.errors import TrainingError
@@ -55,9 +57,9 @@ def load_weights(
     fill = lowering.backend(program.target).from_shards
     directory, adapter = Path(run.directory), trained.adapter
     if step is not None and adapter is None:
-        arrangement = layer_order_of(program)
+        layer_order = layer_order_of(program)
         return restore_parameters(
-            directory / "checkpoints", step, described, arrangement, trained.settings
+            directory / "checkpoints", step, described, layer_order, trained.settings
         )
     from graphtrain.weights.initial import load_initial_parameters, open_initial_weights
     from graphtrain.weights.open import open_weights

@@ -1,0 +1,113 @@
+"""Order in which a program stacks its layers, and reading a checkpoint that has another."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import lowering
+from graphtrain.checkpoints.arrays import check_same_arrays, part_reader
+from graphtrain.checkpoints.info import CheckpointInfo
+from graphtrain.checkpoints.layer_rows import Index, LayerRows, StackedArray, read_reordered_part
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.errors import TrainingError
+from graphtrain.graphs.open_model import open_language_model
+from lowering.trees import Tree, flatten
+
+
+@dataclass(frozen=True)
+class LayerOrder:
+    """Order of layer rows in a program's stacked arrays, and its backend's array loader."""
+
+    rows: LayerRows | None  # layer in each row; None for an imported model without a pipeline
+    load_arrays: Callable[[Tree, Callable[[str, tuple[int, ...], Any], np.ndarray]], Tree]
+    by_shape: bool = False  # recognize stacked arrays by their shape, not by their path
+
+    def reordering_from(self, kept: LayerRows | None) -> tuple[LayerRows, LayerRows] | None:
+        """Return the rows of the checkpoint and of this program, or None if they are equal."""
+        program_rows = self.rows
+        if self.by_shape:
+            program_rows, kept = (
+                program_rows or _without_pipeline(kept),
+                kept or _without_pipeline(program_rows),
+            )
+        return (
+            None
+            if program_rows is None or kept is None or program_rows == kept
+            else (kept, program_rows)
+        )
+
+
+def _without_pipeline(rows: LayerRows | None) -> LayerRows | None:
+    """Return the rows of the same layers without a pipeline."""
+    return rows and tuple(range(sum(layer is not None for layer in rows)))
+
+
+def layer_order_of(program: ResolvedProgram) -> LayerOrder:
+    """Return the order in which a program stacks its layers."""
+    target, stages = program.target, program.stages
+    model, rows = open_language_model(program.model), None
+    if stages is not None:
+        rows = stages.rows
+    elif model.layer_count is not None:
+        rows = tuple(range(model.layer_count))
+    return LayerOrder(
+        rows,
+        lambda described, read: lowering.backend(target).from_shards(described, read),
+        by_shape=model.uses_module_names,
+    )
+
+
+def load_reordered(
+    checkpoint_path: Path,
+    info: CheckpointInfo,
+    described: Tree,
+    arrangement: LayerOrder,
+    rows: LayerRows,
+    program_rows: LayerRows,
+) -> Tree:
+    """Load the arrays described from a checkpoint that stacks its layers in another order."""
+    leaves = flatten(described)
+    shapes = {path: tuple(shape) for path, (shape, _) in info.arrays.items()}
+    is_stacked: dict[str, bool | None] = dict.fromkeys(shapes | leaves)
+    if arrangement.by_shape:
+        is_stacked = {path: shapes.get(path) != tuple(leaf.shape) for path, leaf in leaves.items()}
+        if not any(is_stacked.values()):
+            raise TrainingError(
+                f"{checkpoint_path} stacks its layers in as many rows, but in another order: "
+                f"{rows} instead of {program_rows}; resume with the pipeline.layers_per_stage it "
+                "was saved with"
+            )
+    saved_arrays = {
+        path: StackedArray(path, shape, rows, is_stacked.get(path, False))
+        for path, shape in shapes.items()
+    }
+    program_arrays = {
+        path: StackedArray(path, tuple(leaf.shape), program_rows, is_stacked[path])
+        for path, leaf in leaves.items()
+    }
+    check_same_arrays(
+        checkpoint_path,
+        {
+            path: [list(array.shape_without_pipeline), info.arrays[path][1]]
+            for path, array in saved_arrays.items()
+        },
+        {
+            path: [list(array.shape_without_pipeline), str(leaves[path].dtype)]
+            for path, array in program_arrays.items()
+        },
+    )
+
+    def read(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
+        dtype = np.dtype(leaves[path].dtype)
+        return read_reordered_part(
+            program_arrays[path],
+            saved_arrays[path],
+            index,
+            part_reader(checkpoint_path, path),
+            dtype,
+        )
+
+    return arrangement.load_arrays(described, read)

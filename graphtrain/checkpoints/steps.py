@@ -1,0 +1,68 @@
+"""Steps of the checkpoints in a directory, and the names that users give them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from graphtrain.checkpoints import private_orbax
+from graphtrain.checkpoints.info import read_checkpoint_info
+from graphtrain.errors import TrainingError
+
+StepName = int | Literal["last", "best"] | None  # None is the last
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """Return the steps of the complete checkpoints in a directory, oldest first."""
+    return private_orbax.complete_steps(directory)
+
+
+def named_step(directory: Path, step: StepName) -> int | None:
+    """Return the step of a checkpoint that a name stands for; None for the last.
+
+    Raises:
+        TrainingError: the best is asked for, and no checkpoint has a validation loss.
+    """
+    if step == "best":
+        return best_step(directory)
+    return None if step == "last" else step
+
+
+def best_step(directory: Path) -> int:
+    """Return the step of the checkpoint with the lowest validation loss; the newest of several.
+
+    Raises:
+        TrainingError: no checkpoint was saved with a validation loss.
+    """
+    losses = saved_validation_losses(directory)
+    if not losses:
+        raise TrainingError(
+            f"no checkpoint in {directory} was saved with a validation loss; set "
+            "run.data.validation and run.evaluate_every (run.keep_best saves after every "
+            "evaluation with a lower loss)"
+        )
+    return lowest_loss(losses)
+
+
+def lowest_loss(losses: Mapping[int, float]) -> int:
+    """Return the step with the lowest loss; the newest of several."""
+    return min(losses, key=lambda step: (losses[step], -step))
+
+
+def saved_validation_losses(directory: Path, *, skip_damaged: bool = False) -> dict[int, float]:
+    """Return the validation loss by step, of the checkpoints that were saved with one.
+
+    Args:
+        directory: Directory of the checkpoints.
+        skip_damaged: Leave out checkpoints whose metadata cannot be read, instead of raising.
+    """
+    losses = {}
+    for step in saved_steps(directory):
+        try:
+            loss = read_checkpoint_info(directory, step).validation_loss
+        except TrainingError:
+            if not skip_damaged:
+                raise
+            continue
+        if loss is not None:
+            losses[step] = loss
+    return losses
