@@ -4,7 +4,7 @@ import pytest
 from in_process import graphtrain
 
 from graphtrain.api.serving import _fixed_step
-from graphtrain.checkpoints import checkpoint
+from graphtrain.checkpoints import steps
 from graphtrain.config.schema import Serve
 
 
@@ -32,7 +32,7 @@ def test_sizes_of_prefill_are_named_or_increase():
 
 @pytest.mark.parametrize("step, fixed", [("last", 8), ("best", 4), (2, 2)])
 def test_the_checkpoint_of_a_server_with_adapters_is_chosen_once(monkeypatch, step, fixed):
-    monkeypatch.setattr(checkpoint, "saved_steps", lambda directory: [2, 4, 8])
-    monkeypatch.setattr(checkpoint, "best_step", lambda directory: 4)
+    monkeypatch.setattr(steps, "saved_steps", lambda directory: [2, 4, 8])
+    monkeypatch.setattr(steps, "best_step", lambda directory: 4)
     config = type("Config", (), {"run": type("Run", (), {"directory": "run"})})
     assert _fixed_step(config, step) == fixed  # type: ignore[arg-type]
