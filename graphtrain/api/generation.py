@@ -13,6 +13,7 @@ from graphtrain.api.configuration import (
     Observer,
     Settings,
     checked_config,
+    log,
     name_of,
     observe_nothing,
     open_cache,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from graphtrain.run.serving.engine import CompiledEngine
     from graphtrain.run.serving.engine_protocol import SamplingParameters
     from graphtrain.run.serving.sequence import SequenceRequest
+    from graphtrain.weights.named_adapters import NamedAdapter
 
 
 def generate(
@@ -46,6 +48,7 @@ def generate(
     beams: int | None = None,
     length_penalty: float = 1.0,
     bos: bool | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     step: StepName = "last",
     target: str | None = None,
     set: Settings = (),
@@ -72,6 +75,8 @@ def generate(
             log-probabilities: above 0, longer texts are preferred.
         bos: Whether the prompt begins with the beginning-of-sequence token; None: as the training
             documents do.
+        adapter: LoRA adapter that is merged into the weights: a folder of PEFT, or the directory
+            of a run with [program.adapter]; None: none.
         step: Step of the checkpoint, "last", or "best", that of the lowest validation loss.
         target: Machine to run on, in place of program.target.
         set: Settings to change.
@@ -95,14 +100,16 @@ def generate(
     sampling = sampling_parameters(temperature, top_k, top_p, seed, max_tokens)
     sampling = replace(sampling, stop_tokens=() if tokenizer.eod is None else (tokenizer.eod,))
     search = beam_settings(beams, length_penalty)
+    program, number = resolve(_with_beams(settings.program, search)), fixed_step(settings, step)
     engine = open_generator(
-        resolve(_with_beams(settings.program, search)),
+        program,
         settings.run,
         open_cache(cache),
         observe,
-        _numbered_step(settings, step),
+        number,
         vocab=tokenizer.vocab,
         name=name_of(run),
+        merged=_merged_adapter(program, settings, number, adapter),
     )
     if search is None:
         generated = generate_tokens(engine, prompt_tokens, sampling)
@@ -136,6 +143,7 @@ def generate_batch(
     length_penalty: float = 1.0,
     chat_template: str = "own",
     bos: bool | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     step: StepName = "last",
     target: str | None = None,
     set: Settings = (),
@@ -165,6 +173,8 @@ def generate_batch(
             else that of the tokenizer.
         bos: Whether a text begins with the beginning-of-sequence token; None: as the training
             documents do.
+        adapter: LoRA adapter that is merged into the weights: a folder of PEFT, or the directory
+            of a run with [program.adapter]; None: none.
         step: Step of the checkpoint, "last", or "best", that of the lowest validation loss.
         target: Machine to run on, in place of program.target.
         set: Settings to change.
@@ -190,8 +200,9 @@ def generate_batch(
         target=target,
         set=set,
     )
-    chosen = _numbered_step(batch.config, step)
-    return batch.continue_with(batch.open_engine(chosen, open_cache(cache), observe))
+    chosen = fixed_step(batch.config, step)
+    merged = _merged_adapter(batch.program, batch.config, chosen, adapter)
+    return batch.continue_with(batch.open_engine(chosen, open_cache(cache), observe, merged))
 
 
 def beam_settings(beams: int | None, length_penalty: float) -> BeamSettings | None:
@@ -261,7 +272,13 @@ class PromptBatch:
             requests.append(encoder.request(prompt, sampling))
         return cls(config, name_of(run), program, tokenizer, requests, samples, search)
 
-    def open_engine(self, step: int | None, cache: Cache, observe: Observer) -> CompiledEngine:
+    def open_engine(
+        self,
+        step: int | None,
+        cache: Cache,
+        observe: Observer,
+        merged: NamedAdapter | None = None,
+    ) -> CompiledEngine:
         """Open the engine of a checkpoint; compile its programs if they are not in the cache."""
         from graphtrain.run.generate import open_generator
 
@@ -274,6 +291,7 @@ class PromptBatch:
             vocab=self.tokenizer.vocab,
             name=self.name,
             purpose="batch" if self.search is None else "generate",
+            merged=merged,
         )
 
     def continue_with(self, engine: CompiledEngine) -> Iterator[list[Continuation]]:
@@ -307,10 +325,34 @@ def _with_beams(program: Program, search: BeamSettings | None) -> Program:
     return replace(program, serve=replace(program.serve, beams=search.beams))
 
 
-def _numbered_step(settings: Config, step: StepName) -> int | None:
-    from graphtrain.checkpoints.steps import named_step
+def fixed_step(settings: Config, step: StepName) -> int | None:
+    """Return the number of the checkpoint that a name stands for; None if there is none.
 
-    return named_step(Path(settings.run.directory) / "checkpoints", step)
+    So a run that saves another one meanwhile does not give weights that were not checked.
+    """
+    from graphtrain.checkpoints.steps import named_step, saved_steps
+
+    directory = Path(settings.run.directory) / "checkpoints"
+    chosen, steps = named_step(directory, step), saved_steps(directory)
+    return steps[-1] if chosen is None and steps else chosen
+
+
+def _merged_adapter(
+    program: ResolvedProgram,
+    settings: Config,
+    step: int | None,
+    adapter: str | os.PathLike[str] | None,
+) -> NamedAdapter | None:
+    """Read the adapter that is merged into the weights, if there is one.
+
+    Raises:
+        WeightsError: it cannot be merged.
+    """
+    if adapter is None:
+        return None
+    from graphtrain.run.serving.adapters import open_merged_adapter
+
+    return open_merged_adapter(program, settings.run, step, str(adapter), Path(adapter), log)
 
 
 def _report_text(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from graphtrain.api.checks.purpose import SERVE
 from graphtrain.api.configuration import Settings, checked_config, log, open_cache
-from graphtrain.api.generation import sampling_parameters
+from graphtrain.api.generation import fixed_step, sampling_parameters
 
 if TYPE_CHECKING:
     from graphtrain.api.configuration import Source
@@ -92,7 +92,7 @@ def serve(
     )
     opened: list[NamedAdapter] = []
     if adapters:
-        step = _fixed_step(config, step)
+        step = fixed_step(config, step) or "last"
         opened = _open_adapters(config, step, settings.model_name, adapters, compile_hint, log)
     opener = _opener(config, chat_template, bos, step, cache, compile_hint, opened, keep_weights)
     serve_model(opener, settings, log)
@@ -107,12 +107,14 @@ def chat(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     chat_template: str = "own",
     step: StepName = "last",
     target: str | None = None,
     set: Settings = (),
     cache: str | os.PathLike[str] | None = None,
     compile_hint: str = _COMPILE,
+    log: Callable[[str], None] = log,
 ) -> ChatSession:
     """Open a conversation with the model of a run.
 
@@ -124,39 +126,35 @@ def chat(
         top_k: Sample only from this many most likely tokens.
         top_p: Sample only from the fewest most likely tokens with this total probability.
         seed: Seed of the sampling.
+        adapters: As for `serve`; the first one answers, until `ChatSession.use` names another.
         chat_template: As for `serve`.
         step: Step of the checkpoint, "last", or "best", that of the lowest validation loss.
         target: Machine to run on, in place of program.target.
         set: Settings to change.
         cache: Directory of compiled programs; None for $GRAPHTRAIN_CACHE, else ./cache.
         compile_hint: What compiles missing programs, for the error message.
+        log: Called with what is doubtful about adapters; by default the logger "graphtrain".
 
     Raises:
         MissingProgram: a program is not compiled.
         UserError: something else that the user can change; its text says what.
     """
-    from graphtrain.run.serving.chat_session import ChatSession
+    from graphtrain.run.serving.chat_session import BASE, ChatSession
     from graphtrain.run.serving.worker import Worker
 
     config = checked_config(run, SERVE, set=set, target=target).config
     sampling = sampling_parameters(temperature, top_k, top_p, seed, max_tokens)
-    worker = Worker(_opener(config, chat_template, None, step, cache, compile_hint), max_queue=1)
+    opened: list[NamedAdapter] = []
+    if adapters:
+        step = fixed_step(config, step) or "last"
+        opened = _open_adapters(config, step, BASE, adapters, compile_hint, log)
+    opener = _opener(config, chat_template, None, step, cache, compile_hint, opened)
+    worker = Worker(opener, max_queue=1)
     worker.start()
-    return ChatSession(worker, sampling, system)
-
-
-def _fixed_step(config: Config, step: StepName) -> StepName:
-    """Return the number of the checkpoint that a name stands for, if there is one.
-
-    So a run that saves another one meanwhile does not give weights that were not checked.
-    """
-    from graphtrain.checkpoints.steps import named_step, saved_steps
-
-    directory = Path(config.run.directory) / "checkpoints"
-    chosen, steps = named_step(directory, step), saved_steps(directory)
-    if chosen is None:
-        return steps[-1] if steps else step
-    return chosen
+    session = ChatSession(worker, sampling, system)
+    if opened:
+        session.use(opened[0].name)
+    return session
 
 
 def _open_adapters(
@@ -179,8 +177,8 @@ def _open_adapters(
 
     if model_name in adapters:
         raise GraphtrainError(
-            f"adapter {model_name!r} has the name of the model itself; name one of them otherwise "
-            "(--name, --adapter NAME=FOLDER)"
+            f"adapter {model_name!r} has the name of the model itself; name it otherwise "
+            "(--adapter NAME=FOLDER)"
         )
     chosen = named_step(Path(config.run.directory) / "checkpoints", step)
     folders = {name: Path(folder) for name, folder in adapters.items()}

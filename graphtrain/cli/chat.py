@@ -4,13 +4,14 @@ import contextlib
 import signal
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from graphtrain.api.checks.purpose import SERVE
+from graphtrain.cli.adapter_options import adapters_option
 from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     cache_option,
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from graphtrain.checkpoints.steps import StepName
     from graphtrain.run.serving.chat_session import ChatSession
 
-_HELP = "Ctrl-C stops an answer; /reset begins a new conversation; /quit or Ctrl-D ends."
+_HELP = (
+    "Ctrl-C stops an answer; /reset begins a new conversation; /model NAME chooses an adapter or "
+    "base; /quit or Ctrl-D ends."
+)
 
 
 @click.command("chat")
@@ -43,6 +47,7 @@ _HELP = "Ctrl-C stops an answer; /reset begins a new conversation; /quit or Ctrl
     help="Maximum number of tokens of an answer.",
 )
 @sampling_options
+@adapters_option
 @chat_template_option
 @step_option
 @target_option
@@ -56,6 +61,7 @@ def command(
     top_k: int | None,
     top_p: float | None,
     seed: int,
+    adapters: Mapping[str, Path],
     chat_template: str,
     step: "StepName",
     target: str | None,
@@ -65,7 +71,8 @@ def command(
     """Chat with the model of a run in the terminal, by the chat template of its tokenizer.
 
     Nothing is traced or compiled: a missing program is an error (status 3). Ctrl-C stops an
-    answer. The line /reset begins a new conversation; /quit, or the end of the input, ends.
+    answer. The line /reset begins a new conversation; /model NAME lets another adapter answer, or
+    the base; /quit, or the end of the input, ends.
     """
     startup.pause_garbage_collection()
     startup.skip_blas_threads()
@@ -79,10 +86,12 @@ def command(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        adapters=adapters,
         chat_template=chat_template,
         step=step,
         cache=cache,
         compile_hint=serve_hint(config, target, overrides, cache),
+        log=say,
     )
     converse(session)
 
@@ -111,24 +120,42 @@ def _read_questions(session: "ChatSession") -> None:
             return
         if line == "/reset":
             session.reset()
+        elif line.split()[:1] == ["/model"]:
+            _choose_model(session, line.removeprefix("/model").strip())
         elif line.startswith("/"):
             say(_HELP)
         elif line:
             _answer(session, line)
 
 
+def _choose_model(session: "ChatSession", name: str) -> None:
+    """Let a model answer from now on; without a name, say which there are."""
+    if name:
+        with _shown_errors():
+            session.use(name)
+    say(f"{session.model} answers, of {', '.join(session.models)}")
+
+
 def _answer(session: "ChatSession", question: str) -> None:
+    with _shown_errors():
+        try:
+            with contextlib.closing(session.answer(question)) as pieces:
+                for piece in pieces:
+                    click.echo(_printable(piece) if sys.stdout.isatty() else piece, nl=False)
+        except KeyboardInterrupt:
+            pass
+        click.echo()
+
+
+@contextlib.contextmanager
+def _shown_errors() -> Iterator[None]:
+    """Print what is wrong with a line; from a pipe, where nobody can ask otherwise, raise it."""
     from sharding_rules.errors import UserError
 
     try:
-        with contextlib.closing(session.answer(question)) as pieces:
-            for piece in pieces:
-                click.echo(_printable(piece) if sys.stdout.isatty() else piece, nl=False)
-        click.echo()
-    except KeyboardInterrupt:
-        click.echo()
+        yield
     except UserError as error:
-        if not sys.stdin.isatty():  # nobody is there to ask otherwise: the command fails
+        if not sys.stdin.isatty():
             raise
         say(f"error: {error}")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphtrain.api.checks.purpose import GENERATE
+from graphtrain.cli.adapter_options import merged_adapter_option
 from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     FiniteNumber,
@@ -38,7 +39,7 @@ _EXCLUDES = {
     "beams": ("temperature", "top_k", "top_p", "seed", "stream"),
     "prompts": ("prompt", "stream", "as_json"),
     "stream": ("as_json",),
-    "watch": ("step", "stream", "as_json"),
+    "watch": ("step", "stream", "as_json", "adapter"),
 }
 
 
@@ -103,6 +104,7 @@ def prompt_options(command: Callable) -> Callable:
             help="Generate again with each new checkpoint, until the run that is being trained "
             "ends, or Ctrl-C. Lines of --prompts or --output begin with the step.",
         ),
+        merged_adapter_option,
         chat_template_option,
     )
     for option in reversed(options):

@@ -26,7 +26,7 @@ def watch_checkpoints(
         prompt: Text to continue; its text is printed, unless it is written to a file.
         prompts: File of prompts in place of it.
         output: File to append lines to; None: print.
-        options: As of `generate_batch`, without `step`.
+        options: As of `generate_batch`, without `step` and `adapter`.
     """
     from graphtrain.api.generation import PromptBatch, beam_settings, sampling_parameters
     from graphtrain.api.watching import watch

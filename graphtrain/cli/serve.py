@@ -1,13 +1,14 @@
 """graphtrain serve: serve a run over HTTP."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from graphtrain.api.checks.purpose import SERVE
+from graphtrain.cli.adapter_options import adapters_option
 from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     FiniteRange,
@@ -46,14 +47,7 @@ _KEY_VARIABLE = "GRAPHTRAIN_API_KEY"
     help="Port to listen on; 0 for any that is free.",
 )
 @click.option("--name", help="Name of the model. [default: name of the run's directory]")
-@click.option(
-    "--adapter",
-    "adapters",
-    multiple=True,
-    metavar="NAME=FOLDER",
-    help="LoRA adapter that requests choose by its name: a folder of PEFT, or the directory of a "
-    "run with [program.adapter]; repeatable. program.serve.total_adapter_rank makes room for them.",
-)
+@adapters_option
 @click.option(
     "--api-key-file",
     type=LocalPath(exists=True, dir_okay=False),
@@ -108,7 +102,7 @@ def command(
     host: str,
     port: int,
     name: str | None,
-    adapters: Sequence[str],
+    adapters: Mapping[str, Path],
     api_key_file: Path | None,
     chat_template: str,
     bos: bool | None,
@@ -134,7 +128,7 @@ def command(
     serve(
         check(config, overrides, target, SERVE),
         name=name,
-        adapters=_named_folders(adapters),
+        adapters=adapters,
         chat_template=chat_template,
         bos=bos,
         step=step,
@@ -150,20 +144,6 @@ def command(
         keep_weights=keep_weights,
         api_key=_api_key(api_key_file),
     )
-
-
-def _named_folders(adapters: Sequence[str]) -> dict[str, Path]:
-    """Return the folders of `--adapter NAME=FOLDER` by name."""
-    folders: dict[str, Path] = {}
-    directory = LocalPath(exists=True, file_okay=False)
-    for word in adapters:
-        name, equals, folder = word.partition("=")
-        if not (name.strip() and equals and folder):
-            raise click.UsageError(f"--adapter {word!r}: write NAME=FOLDER")
-        if name in folders:
-            raise click.UsageError(f"--adapter: {name!r} is named twice")
-        folders[name] = directory.convert(folder, None, None)
-    return folders
 
 
 def _api_key(file: Path | None) -> str | None:

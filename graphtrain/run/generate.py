@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from typing import TYPE_CHECKING
 
 from graphtrain.cache import Cache
 from graphtrain.compile.driver import compile_tasks
@@ -16,6 +17,9 @@ from graphtrain.graphs.names import ServingPurpose
 from graphtrain.run.serving.engine import CompiledEngine, open_engine
 from graphtrain.run.serving.engine_protocol import Engine, SamplingParameters
 from graphtrain.run.serving.weights import check_step
+
+if TYPE_CHECKING:
+    from graphtrain.weights.named_adapters import NamedAdapter
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ def open_generator(
     vocab: int | None = None,
     name: str = "configuration",
     purpose: ServingPurpose = "generate",
+    merged: NamedAdapter | None = None,
 ) -> CompiledEngine:
     """Compile the programs of generation if they are not in the cache; load them and the weights.
 
@@ -56,6 +61,7 @@ def open_generator(
         vocab: Number of tokens of the tokenizer; rows that pad the vocabulary are not chosen.
         name: Name of the configuration, which `graphtrain cache ls` shows.
         purpose: Generate one sequence, or many at the same time.
+        merged: LoRA adapter to merge into the weights.
 
     Raises:
         GraphtrainError: a graph cannot be compiled, or there are no weights.
@@ -73,6 +79,7 @@ def open_generator(
         compile_hint=f"graphtrain compile --for {purpose}",
         vocab=vocab,
         purpose=purpose,
+        merged=merged,
     )
 
 

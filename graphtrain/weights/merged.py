@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -77,6 +77,40 @@ class MergedWeights:
             return base_weights
         product = np.tensordot(trained[f"{path}/{LORA_A}"], trained[f"{path}/{LORA_B}"], 1)
         return base_weights.astype(np.float32) + np.float32(self.adapter.scale) * product
+
+
+class AdaptedWeights:
+    """Weights with the factors of a LoRA adapter merged into them.
+
+    Args:
+        base: The weights.
+        factors: First and second factor, with the scale in one of them, by path and layer.
+    """
+
+    def __init__(
+        self, base: WeightSource, factors: Mapping[tuple[str, int], tuple[np.ndarray, np.ndarray]]
+    ) -> None:
+        self._base, self._factors = base, factors
+        self.directory, self.side, self.model = base.directory, base.side, base.model
+        self.files = base.files
+
+    def dtype(self, path: str) -> np.dtype | None:
+        return self._base.dtype(path)
+
+    def read(self, paths: Sequence[str], layer: int | None) -> list[np.ndarray]:
+        named_weights = zip(paths, self._base.read(paths, layer), strict=True)
+        return [self._merge(path, layer, weights) for path, weights in named_weights]
+
+    def part(self, path: str, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
+        if layer is None or (path, layer) not in self._factors:
+            return self._base.part(path, layer, index)
+        return self.read([path], layer)[0][index]
+
+    def _merge(self, path: str, layer: int | None, weights: np.ndarray) -> np.ndarray:
+        if layer is None or (path, layer) not in self._factors:
+            return weights
+        first, second = self._factors[path, layer]
+        return weights.astype(np.float32) + np.tensordot(first, second, 1)
 
 
 class QuantizedBase:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import tokenizers
 import torch
@@ -199,6 +200,37 @@ def test_a_prompt_begins_as_the_documents_of_its_data(cache, tmp_path):
     assert prompt(None) == theirs("the fox").input_ids == [0, *plain]
     assert prompt(False) == prompt(None, "--no-bos") == plain
     assert prompt(False, "--bos") == [0, *plain]
+
+
+@pytest.mark.filterwarnings(  # of peft and transformers to each other
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+def test_an_adapter_of_peft_is_merged(cache, tmp_path):
+    config = config_of(tmp_path, LLAMA, data=8)
+    train_bpe(["the fox"], 257).save(tmp_path / "ours")
+    (tmp_path / "c.toml").write_text(render(config))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"])
+    adapted = peft.get_peft_model(model, settings)
+    torch.manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    command_line = [str(tmp_path / "c.toml"), "the fox", "--tokens", "8", "--json", "--no-bos"]
+    command_line += ["--cache", str(cache.root), "--temperature", "0"]
+
+    def answer(*arguments: str) -> dict:
+        result = CliRunner().invoke(command, [*command_line, *arguments])
+        assert result.exit_code == 0, result.exception
+        return json.loads(result.stdout)
+
+    base = answer()
+    expected = greedy_text(tmp_path / "merged", base["prompt"], 8)
+    assert expected != base["tokens"]
+    for word in (f"{tmp_path}/adapter", f"tuned={tmp_path}/adapter"):
+        assert answer("--adapter", word)["tokens"] == expected
 
 
 def test_without_a_tokenizer_it_says_where_one_could_be(tmp_path):

@@ -19,7 +19,7 @@ from graphtrain.config.schema import Config, Mesh, Program
 from graphtrain.errors import TrainingError
 from graphtrain.models.attention.cache_layout import cache_layout
 from graphtrain.run.serving import engine as engine_module
-from graphtrain.run.serving.adapters import open_adapters
+from graphtrain.run.serving.adapters import open_adapters, open_merged_adapter
 from graphtrain.run.serving.engine import CompiledEngine, open_engine
 from graphtrain.run.serving.engine_protocol import SamplingParameters, SlotErrors, TokenChoice
 from graphtrain.weights.convert import import_hugging_face
@@ -214,6 +214,14 @@ def test_each_sequence_of_a_batch_is_that_of_its_adapter(case, tmp_path):
     # The base beside adapters is the base of programs without any.
     (alone,) = generate(engine_of(plain), [(None, prompts[0])])
     assert_same(alone, together[0], 1e-6)
+    # Merged while the weights are read, as `generate --adapter` does.
+    program = resolve(plain.program)
+    merged = open_merged_adapter(program, plain.run, None, "second", second, pytest.fail)
+    engine = open_engine(
+        program, plain.run, Cache(Path()), step=None, compile_hint="", vocab=257, merged=merged
+    )
+    (alone,) = generate(engine, [(None, prompts[2])])
+    assert_same(alone, together[2], 1e-5)
     # An adapter is what it is merged.
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source")
     merged = peft.PeftModel.from_pretrained(model, second).merge_and_unload()

@@ -48,6 +48,7 @@ def test_a_conversation_with_two_turns_and_a_new_one(tab):
     with served(ToyEngine(answer=answer, context_length=2000)) as url:
         tab.goto(url)
         expect(tab).to_have_title("toy")
+        expect(tab.locator("#models")).to_be_hidden()
         for turn in (1, 2):
             tab.fill("#input", f"question {turn}")
             tab.press("#input", "Enter")
@@ -78,6 +79,20 @@ def test_a_model_without_a_template_continues_prompts_and_stop_ends_an_answer(ta
         while engine.is_active(0) and time.monotonic() < end:
             time.sleep(0.02)
         assert not engine.is_active(0)
+
+
+def test_an_adapter_is_chosen_on_the_page(tab):
+    engine = ToyEngine(answer=lambda *_: ord("a"), adapters=("formal",), context_length=500)
+    with served(engine) as url:
+        tab.goto(url)
+        expect(tab.locator("#model option")).to_have_text(["toy", "formal"])
+        tab.fill("#tokens", "3")
+        for name, text in (("formal", "bbb"), ("toy", "aaa")):
+            tab.select_option("#model", name)
+            tab.fill("#input", name)
+            tab.click("#send")
+            expect(tab.locator(".assistant").last).to_have_text(text)
+            expect(tab.locator("#send")).to_have_text("Send")
 
 
 def test_the_page_sends_the_api_key_and_says_what_is_wrong(tab):

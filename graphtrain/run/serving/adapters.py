@@ -1,4 +1,4 @@
-"""LoRA adapters of a server: opened and checked before it listens, then loaded onto the devices."""
+"""LoRA adapters beside or in the weights of a run: opened and checked, then loaded."""
 
 from __future__ import annotations
 
@@ -51,6 +51,43 @@ def open_adapters(
     """
     if not directories:
         return []
+    adapters = _read_adapters(trained, run, step, directories, log)
+    check_adapters(adapters, serving_program(trained).settings, remedy)
+    return adapters
+
+
+def open_merged_adapter(
+    trained: ResolvedProgram,
+    run: Run,
+    step: int | None,
+    name: str,
+    directory: Path,
+    log: Callable[[str], None],
+) -> NamedAdapter:
+    """Read an adapter that `load_weights` merges into the weights of a run.
+
+    Args:
+        trained: The program that was trained.
+        run: The run.
+        step: Step of the checkpoint; None for the last, or for run.init_from if there is none.
+        name: Name of the adapter, for messages.
+        directory: Folder of PEFT, or directory of a run.
+        log: Called with what is doubtful about it.
+
+    Raises:
+        WeightsError: it cannot be merged; the message says why.
+    """
+    (adapter,) = _read_adapters(trained, run, step, {name: directory}, log)
+    return adapter
+
+
+def _read_adapters(
+    trained: ResolvedProgram,
+    run: Run,
+    step: int | None,
+    directories: Mapping[str, Path],
+    log: Callable[[str], None],
+) -> list[NamedAdapter]:
     if is_imported(trained.model):
         raise WeightsError(
             "adapters by name need the native decoder, not model.hf, model.torch or model.flax; "
@@ -58,12 +95,11 @@ def open_adapters(
         )
     base = _served_base(trained, run, step)
     adapters = [read_adapter(name, folder, base) for name, folder in directories.items()]
-    check_adapters(adapters, serving_program(trained).settings, remedy)
     for adapter in adapters:
         if adapter.base_dtype not in (None, base.base_dtype):
             log(
                 f"adapter {adapter.name!r} was trained on base weights in {adapter.base_dtype}; it "
-                f"is served beside base weights in {base.base_dtype}, which are not quite the same"
+                f"is used with base weights in {base.base_dtype}, which are not quite the same"
             )
     return adapters
 

@@ -14,6 +14,8 @@ from graphtrain.run.serving.scheduler import Job
 from graphtrain.run.serving.sequence import SequenceRequest, Update
 from graphtrain.run.serving.worker import NotReady, OpenedModel, Worker
 
+BASE = "base"  # name of the model without an adapter
+
 
 class ChatSession:
     """Conversation that continues with each question; its beginning is computed once.
@@ -37,7 +39,28 @@ class ChatSession:
             )
         self._chat: ChatFormat = self._model.chat
         self._messages: list[Message] = []
+        self._adapter: str | None = None
         self.reset()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names that `use` accepts: that of the base, and those of the adapters."""
+        return BASE, *self._model.engine.adapters
+
+    @property
+    def model(self) -> str:
+        """Name of the one that answers now."""
+        return self._adapter or BASE
+
+    def use(self, name: str) -> None:
+        """Let the base or an adapter answer from now on; the conversation stays.
+
+        Raises:
+            DataError: there is no model of this name.
+        """
+        if name not in self.models:
+            raise DataError(f"no model {name[:80]!r}; there are {', '.join(self.models)}")
+        self._adapter = None if name == BASE else name
 
     def reset(self) -> None:
         """Forget all questions and answers."""
@@ -89,7 +112,9 @@ class ChatSession:
             max_tokens=min(room, self._sampling.max_tokens),
             stop_tokens=(*self._chat.stop_tokens, *(() if eod is None else (eod,))),
         )
-        return SequenceRequest(prompt=prompt, sampling=sampling, stop=self._chat.stop)
+        return SequenceRequest(
+            prompt=prompt, sampling=sampling, stop=self._chat.stop, adapter=self._adapter
+        )
 
     def close(self) -> None:
         """End the thread of the engine."""

@@ -416,6 +416,7 @@ def open_engine(
     vocab: int | None = None,
     purpose: ServingPurpose = "serve",
     adapters: Sequence[NamedAdapter] = (),
+    merged: NamedAdapter | None = None,
 ) -> CompiledEngine:
     """Look up the programs, and load the weights of a run onto the devices.
 
@@ -428,6 +429,7 @@ def open_engine(
         vocab: Number of tokens of the tokenizer; others are not generated. None: all.
         purpose: Generate one sequence, a batch of many, evaluate tasks, or serve.
         adapters: LoRA adapters to serve beside the weights, as open_adapters returns them.
+        merged: LoRA adapter to merge into the weights, as open_merged_adapter returns it.
 
     Raises:
         MissingProgram: a program is not compiled.
@@ -442,9 +444,10 @@ def open_engine(
         read, (weights, parameters, kept) = read_checkpoint(
             Path(run.directory) / "checkpoints",
             step,
-            lambda step: _weights_or_parameters(program, run, served, graphs, step),
+            lambda step: _weights_or_parameters(program, run, served, graphs, step, merged),
         )
     name = run.init_from if read is None else f"{run.directory}/checkpoints/{read}"
+    name = name if merged is None else f"{name} with adapter {merged.name!r}"
     return CompiledEngine(
         served,
         graphs,
@@ -463,10 +466,11 @@ def _weights_or_parameters(
     served: ResolvedProgram,
     graphs: LoadedPrograms,
     step: int | None,
+    merged: NamedAdapter | None,
 ) -> tuple[Tree | None, Tree | None, KeptWeights | None]:
     """Return weights as served; else parameters to make them of, and where to keep them."""
     kept = kept_weights(program, run, step, graphs.keys["serve_init"].digest)
-    if served.settings.serve.total_adapter_rank:
+    if merged is not None or served.settings.serve.total_adapter_rank:
         kept = None  # the factors are among the weights
     if kept is not None:
         described = graphs[f"prefill_{served.settings.serve.prefill[0]}"].inputs("weights")
@@ -477,7 +481,7 @@ def _weights_or_parameters(
             kept.remove()
             warnings.warn(f"{kept.folder}: {damaged.reason}; it is made again", stacklevel=2)
     described = graphs["serve_init"].inputs("parameters")
-    return None, load_weights(program, run, served, described, step), kept
+    return None, load_weights(program, run, served, described, step, merged), kept
 
 
 def load_checkpoint(engine: CompiledEngine, program: ResolvedProgram, run: Run, step: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lowering
 from graphtrain.checkpoints.checkpoint import restore_parameters
@@ -13,6 +13,9 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Run
 from graphtrain.errors import TrainingError
 from lowering.trees import Tree
+
+if TYPE_CHECKING:
+    from graphtrain.weights.named_adapters import NamedAdapter
 
 
 def check_step(run: Run, step: int | None) -> None:
@@ -44,6 +47,7 @@ def load_weights(
     program: ResolvedProgram,
     described: Tree,
     step: int | None,
+    merged: NamedAdapter | None = None,
 ) -> Any:
     """Return the weights of a checkpoint; if `step` is None, those of run.init_from.
 
@@ -53,10 +57,11 @@ def load_weights(
         program: The program that generates.
         described: Shapes, dtypes and shardings of its parameters.
         step: Step of the checkpoint.
+        merged: LoRA adapter that is merged into them, besides that of the run.
     """
     fill = lowering.backend(program.target).from_shards
     directory, adapter = Path(run.directory), trained.adapter
-    if step is not None and adapter is None:
+    if step is not None and adapter is None and merged is None:
         layer_order = layer_order_of(program)
         return restore_parameters(
             directory / "checkpoints", step, described, layer_order, trained.settings
@@ -75,4 +80,9 @@ def load_weights(
         assert weights is not None and not isinstance(weights, HuggingFaceWeights)
         weights = QuantizedBase(weights, adapter)
     assert weights is not None
+    if merged is not None:
+        from graphtrain.weights.merged import AdaptedWeights
+
+        assert not isinstance(weights, HuggingFaceWeights)
+        weights = AdaptedWeights(weights, merged.factors)
     return load_initial_parameters(weights, program, described, fill)

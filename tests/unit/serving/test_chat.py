@@ -118,6 +118,25 @@ def test_the_command_reads_lines_until_quit(monkeypatch, tmp_path):
     assert talks[0]._worker.join(5)
 
 
+def test_an_adapter_answers_in_the_terminal_after_model(monkeypatch, tmp_path):
+    talks = []
+
+    def chat(config, **options):
+        assert options["adapters"] == {"formal": tmp_path}
+        talks.append(session(answer=lambda *_: ord("a"), adapters=("formal",), max_tokens=2))
+        talks[0].use("formal")
+        return talks[0]
+
+    monkeypatch.setattr(serving, "chat", chat)
+    monkeypatch.setattr(chat_command, "check", lambda config, *_: config)
+    words = [str(tmp_path / "a.toml"), "--adapter", f"formal={tmp_path}"]
+    lines = "hello\n/model\n/model base\nhello\n/model formal\nhello\n/model other\n"
+    result = CliRunner().invoke(chat_command.command, words, input=lines)
+    assert result.stdout == "bb\naa\nbb\n"
+    assert "formal answers, of base, formal\nbase answers, of base, formal\n" in result.stderr
+    assert "no model 'other'; there are base, formal" in str(result.exception)
+
+
 def test_a_question_from_a_pipe_that_cannot_be_answered_is_an_error(monkeypatch, tmp_path):
     talks = []
 

@@ -3,7 +3,7 @@
 import pytest
 from in_process import graphtrain
 
-from graphtrain.api.serving import _fixed_step
+from graphtrain.api.generation import fixed_step
 from graphtrain.checkpoints import steps
 from graphtrain.config.schema import Serve
 
@@ -35,4 +35,4 @@ def test_the_checkpoint_of_a_server_with_adapters_is_chosen_once(monkeypatch, st
     monkeypatch.setattr(steps, "saved_steps", lambda directory: [2, 4, 8])
     monkeypatch.setattr(steps, "best_step", lambda directory: 4)
     config = type("Config", (), {"run": type("Run", (), {"directory": "run"})})
-    assert _fixed_step(config, step) == fixed  # type: ignore[arg-type]
+    assert fixed_step(config, step) == fixed  # type: ignore[arg-type]
