@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from graphtrain.config.schema.serve import TOP_LOG_PROBS
 from graphtrain.run.serving.engine_protocol import SamplingParameters, TokenChoice
+from graphtrain.run.serving.row_engine import RowTokens, TargetScore
 from graphtrain.run.serving.written_positions import WrittenPositions
 
 Answer = Callable[[Sequence[int], int], int]  # tokens before, seed
@@ -130,14 +131,43 @@ class ToyEngine:
         self._adapter_of[destination] = self._adapter_of[source]
 
     def score(
-        self, tokens: Sequence[int], begin: int = 0, *, adapter: str | None = None
+        self, tokens: Sequence[int], *, adapter: str | None = None
     ) -> list[TokenChoice | None]:
         assert len(tokens) <= self.context_length + 1
         self._begin_call("score", len(tokens))
         choices = [
             self._choice(token, tokens[:index], adapter) for index, token in enumerate(tokens)
         ]
-        return [None, *choices[1:]][begin:]
+        return [None, *choices[1:]]
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        return (max(1, self.chunk // 4), self.chunk)
+
+    @property
+    def call_tokens(self) -> int:
+        return 64
+
+    def score_rows(self, rows: Sequence[RowTokens], size: int) -> list[list[TargetScore]]:
+        self._begin_call("score_rows", size)
+        assert len(rows) == self.slots and size in self.row_sizes
+        scores = []
+        for slot, row in enumerate(rows):
+            held = self.caches[slot]
+            assert len(row.tokens) <= size >= len(row.targets) and row.offset <= len(held)
+            assert row.offset + size <= self.context_length + self.row_sizes[0]
+            held[row.offset :] = row.tokens
+            padding = [_NOTHING] * (size - len(row.tokens))
+            self._write(slot, row.offset, [*row.tokens, *padding])
+            self._written.prefill(slot, row.offset, len(row.tokens), size)
+            choices = [
+                self._choice(token, self._before(slot, row.offset + at + 1), None)
+                for at, token in row.targets
+            ]
+            scores.append(
+                [TargetScore(one.log_prob, one.token == one.top[0][0]) for one in choices]
+            )
+        return scores
 
     def is_active(self, slot: int) -> bool:
         return slot in self._active
@@ -166,9 +196,12 @@ class ToyEngine:
 
     def _seen(self, slot: int) -> list[int]:
         """Return the tokens that the next one follows from."""
+        return self._before(slot, len(self.caches[slot]))
+
+    def _before(self, slot: int, end: int) -> list[int]:
         if self.window is None:
-            return self.caches[slot]
-        end, rolling = len(self.caches[slot]), self.rolling[slot]
+            return self.caches[slot][:end]
+        rolling = self.rolling[slot]
         return [rolling[at % len(rolling)] for at in range(max(0, end - self.window), end)]
 
     def _adapted(self, before: Sequence[int], seed: int, adapter: str | None) -> int:

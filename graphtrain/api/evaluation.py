@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from graphtrain.checkpoints.steps import StepName
     from graphtrain.run.evaluation.harness_model import TextFormat
     from graphtrain.run.evaluation.task_results import TaskResults
-    from graphtrain.run.serving.engine_protocol import Engine
+    from graphtrain.run.serving.row_engine import RowEngine
 
 _COMPILE = "graphtrain compile CONFIG --for evaluate"
 
@@ -90,7 +90,7 @@ def evaluate_tasks(
     check_step(config.run, chosen)
     text = open_text_format(config, chat_template if apply_chat_template else None, bos)
 
-    def open_model() -> tuple[Engine, TextFormat]:
+    def open_model() -> tuple[RowEngine, TextFormat]:
         engine = open_engine(
             program,
             config.run,

@@ -16,6 +16,7 @@ from graphtrain.models.grouped_matmul_support import step_computes_all_experts
 # Float32 arrays of logits that exist at once: where a token is chosen, and where scores are.
 _CHOICE_LOGITS = {"cpu": 7, "cuda": 3, "rocm": 3}
 _FEWEST_LOGITS = 2
+_TARGETS = 8  # of each row whose logits score_rows computes at once, see graphs.row_scores
 _WORKSPACE = 4 << 20  # of cuBLAS
 _COPIED = 16 << 20  # XLA for GPUs copies weights for products of one row, up to about this size
 _VMEM = 128 << 20  # of a TPU; the compiler's peak counts what it keeps there
@@ -35,7 +36,12 @@ def temporaries(model: ServedSizes, graph: str) -> int:
     if graph == "copy_prefix":
         return max(model.kv_bytes_by_layer)
     if kind == "score":
-        return round(_scores(model, int(size)) + _workspace(model))
+        scores = _scores(model, int(size), int(size)) + model.kv_bytes_per_slot
+        return round(scores + _workspace(model))
+    if kind == "score_rows":
+        rows = model.slots_of_device
+        scores = _scores(model, rows * int(size), rows * _TARGETS, rows)
+        return round(scores + _workspace(model))
     tokens = int(size) if kind == "prefill" else 1
     serve, shards = model.program.settings.serve, batch_shards(model.program)
     inherited = 0  # by beams, from the slots of their parents
@@ -64,8 +70,15 @@ def _choice_logits(model: ServedSizes) -> int:
     return _CHOICE_LOGITS.get(model.program.target.platform, _FEWEST_LOGITS)
 
 
-def _scores(model: ServedSizes, tokens: int) -> float:
-    """Return the bytes of a program that returns the log-probabilities of given tokens."""
+def _scores(model: ServedSizes, tokens: int, targets: int, rows: int = 1) -> float:
+    """Return the bytes of a program that returns the log-probabilities of given tokens.
+
+    Args:
+        model: the served model.
+        tokens: number of tokens that it processes.
+        targets: number of tokens whose logits it computes at once.
+        rows: number of sequences of a device.
+    """
     platform, vocab = model.program.target.platform, model.program.model.vocab
     shards = model.mesh.size(model.program.rules.activations.get("vocab", ()))
     # XLA gathers split logits: for CPUs all of them, for GPUs one array more.
@@ -73,12 +86,12 @@ def _scores(model: ServedSizes, tokens: int) -> float:
     arrays = _FEWEST_LOGITS + (shards > 1 and platform != "tpu")
     # Sums of integers, before they are scaled.
     arrays += platform == "cpu" and any(each.is_int8 for each in vocab_weights(model.weights))
-    logits = 4 * tokens * vocab / shards * arrays
-    in_layers = _layer(model, tokens) + _experts(model) + _gathered(model, hoisted=False)
-    return model.kv_bytes_per_slot + max(logits, in_layers)
+    logits = 4 * targets * vocab / shards * arrays
+    in_layers = _layer(model, tokens, rows) + _experts(model) + _gathered(model, hoisted=False)
+    return max(logits, in_layers)
 
 
-def _layer(model: ServedSizes, tokens: int) -> float:
+def _layer(model: ServedSizes, tokens: int, rows: int = 1) -> float:
     """Return the bytes of the largest layer's activations: hidden values and scores."""
     settings, rules = model.native.model, model.program.rules.activations
     if model.program.target.platform == "tpu":  # in VMEM
@@ -88,7 +101,9 @@ def _layer(model: ServedSizes, tokens: int) -> float:
     keys = model.cache_layout.block if on_cpu else model.cached_positions
     heads = settings.heads / model.mesh.size(rules.get("heads", ()))
     scores = tokens * heads * keys * (12 if on_cpu else 4 + item)
-    return hidden * (3 if is_gated(settings) else 2) + scores
+    hidden *= 3 if is_gated(settings) else 2
+    # XLA:CPU reuses the memory of one for the other if there are several sequences.
+    return max(hidden, scores) if on_cpu and rows > 1 else hidden + scores
 
 
 def _head_in_float32(model: ServedSizes, rows: int, in_loop: bool) -> float:

@@ -8,6 +8,8 @@ from graphtrain.config.serving_program import batch_shards, serving_program, wit
 
 NO_TOKEN = -1  # in the outputs of decode, after the last token of a sequence
 ADAPTER_RANKS = "adapter_ranks"  # of a sequence: begin and end of its adapter's ranks
+_FEW_TOKENS = 8  # of each slot in one call: the last tokens of texts
+_MOST_TOKENS = 1024  # of all slots in one call; with more, no matrix product is faster
 TRAINING_GRAPHS = ("init", "train", "evaluate")
 
 ServingPurpose = Literal["generate", "batch", "evaluate", "serve"]
@@ -49,6 +51,16 @@ def graphs_for(program: ResolvedProgram, purpose: Purpose) -> tuple[ResolvedProg
         names.append("decode_beams")
     if purpose != "generate":
         names.append("copy_prefix")
-    if purpose in ("evaluate", "serve"):
+    if purpose == "serve":
         names += [f"score_{size}" for size in serve.prefill]
+    if purpose == "evaluate":
+        names += [f"score_rows_{size}" for size in row_sizes(served)]
     return served, names
+
+
+def row_sizes(served: ResolvedProgram) -> tuple[int, ...]:
+    """Return the numbers of tokens of each slot that the programs `score_rows_N` process."""
+    serve = served.settings.serve
+    first, *others = serve.prefill
+    sizes = (size for size in others if size * serve.slots <= _MOST_TOKENS)
+    return tuple(dict.fromkeys((min(_FEW_TOKENS, first), first, *sizes)))

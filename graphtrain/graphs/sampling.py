@@ -84,11 +84,11 @@ def choose(logits: Float[Array, "batch vocab"], sequences: Tree) -> Tree:
     log_probs = jax.nn.log_softmax(logits)
     top_log_probs, top = jax.lax.top_k(log_probs, min(TOP_LOG_PROBS, logits.shape[1]))
     penalized = _penalize(logits, sequences)
-    likeliest = _likeliest(penalized)
+    most_likely = likeliest(penalized)
     sampled = compute_if(
-        (sequences["temperature"] > 0).any(), lambda: _sample(penalized, sequences), likeliest
+        (sequences["temperature"] > 0).any(), lambda: _sample(penalized, sequences), most_likely
     )
-    token = jnp.where(sequences["temperature"] > 0, sampled, likeliest)
+    token = jnp.where(sequences["temperature"] > 0, sampled, most_likely)
     return {
         "token": token,
         "log_prob": jnp.take_along_axis(log_probs, token[:, None], 1)[:, 0],
@@ -135,7 +135,7 @@ def _sample(logits: jax.Array, sequences: Tree) -> Int[Array, " batch"]:
     return _draw(jnp.where(kept >= least, kept, -jnp.inf), _uniform(sequences))
 
 
-def _likeliest(logits: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
+def likeliest(logits: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
     """Return the first token with the largest logit of each row.
 
     Neuron's compiler refuses `argmax`, which reduces two arrays at once.

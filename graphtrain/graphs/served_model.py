@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -26,6 +26,9 @@ from graphtrain.models.matmul import few_rows
 from lowering.tracing.constrain import unsplit
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
+
+if TYPE_CHECKING:
+    from graphtrain.models.protocol import LogitsReader
 
 CODES, SCALES = "codes", "scales"  # of an array that is served in int8
 
@@ -175,8 +178,9 @@ def decode_step(
     rows: CacheRows,
     last: jax.Array | None = None,
     adapter_ranks: jax.Array | None = None,
-) -> tuple[jax.Array, Tree]:
-    """Run the model on new tokens; return logits and the KV cache.
+    read: LogitsReader | None = None,
+) -> tuple[Any, Tree]:
+    """Run the model on new tokens; return logits, or what `read` returns, and the KV cache.
 
     `adapter_ranks` are the intervals of ranks of the rows' adapters, if the program has adapters.
     """
@@ -186,7 +190,7 @@ def decode_step(
     order = few_rows() if program.target.platform == "cpu" else nullcontext()
     one_row = unsplit("batch", "dispatch_batch") if rows.slot is not None else nullcontext()
     with order, one_row:
-        return model.decode_step(parameters, kv_cache, tokens, rows, last)
+        return model.decode_step(parameters, kv_cache, tokens, rows, last, read)
 
 
 def state_specs(program: ResolvedProgram) -> Tree:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from graphtrain.config.schema import Model
@@ -11,6 +14,9 @@ from graphtrain.models.attention.kv_cache import CacheRows, continue_rows, use_c
 from graphtrain.models.block import has_global_attention
 from graphtrain.models.decoder import Parameters, merge
 from lowering.trees import Tree
+
+if TYPE_CHECKING:
+    from graphtrain.models.protocol import LogitsReader
 
 
 def cached_layers(model: Model) -> dict[str, CachedLayer]:
@@ -38,7 +44,8 @@ def decode_step(
     tokens: jax.Array,
     rows: CacheRows,
     last: jax.Array | None = None,
-) -> tuple[jax.Array, Tree]:
+    read: LogitsReader | None = None,
+) -> tuple[Any, Tree]:
     """Return the logits (batch, seq, vocab) of new tokens, and the updated KV cache.
 
     Layers are written out, not scanned: a scan would copy the weights and the cache of each layer.
@@ -50,6 +57,7 @@ def decode_step(
         tokens: Ids of the new tokens (batch, seq).
         rows: Slots and offsets of the batch.
         last: Index of the only token whose logits are returned, a scalar.
+        read: Returns what is returned in place of the logits.
     """
     decoder = merge(model, {name: tree for name, tree in parameters.items() if name != "layers"})
     block, _ = nnx.split(decoder.layers)
@@ -66,6 +74,13 @@ def decode_step(
                 full = _is_global(model, index)
                 x, _ = nnx.merge(block, nnx.State(weights))(x, None, full)
             updated[name] = {"key": cache.key, "value": cache.value}
+
+    def logits_at(indices: jax.Array) -> jax.Array:
+        chosen = jnp.take_along_axis(x, indices[..., None], 1)
+        return decoder.unembed(decoder.final_norm(chosen))
+
+    if read is not None:
+        return read(logits_at), updated
     if last is not None:
         x = jax.lax.dynamic_slice_in_dim(x, last, 1, 1)
     return decoder.unembed(decoder.final_norm(x)), updated

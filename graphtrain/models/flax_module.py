@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from graphtrain.config.schema import FlaxModel
     from graphtrain.models.attention.kv_cache import CacheRows
+    from graphtrain.models.protocol import LogitsReader
     from lowering.trees import Tree
 
 Keys = tuple[Any, ...]  # of a parameter in its module: attributes and indices
@@ -147,6 +148,7 @@ class FlaxLanguageModel(ModuleFacts):
         tokens: jax.Array,
         rows: CacheRows,
         last: jax.Array | None = None,
+        read: LogitsReader | None = None,
     ) -> NoReturn:
         raise self._no_generation()
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from graphtrain.models.attention.kv_cache import CacheRows
     from graphtrain.models.layer_terms import LayerTerms
     from graphtrain.models.pipeline_stages import Keys, LossFunction
+    from graphtrain.models.protocol import LogitsReader
     from lowering.pipeline.schedules import Pipeline
     from lowering.trees import Tree
     from sharding_rules.pipeline import Stages
@@ -98,10 +99,11 @@ class NativeModel:
         tokens: jax.Array,
         rows: CacheRows,
         last: jax.Array | None = None,
-    ) -> tuple[jax.Array, Tree]:
+        read: LogitsReader | None = None,
+    ) -> tuple[Any, Tree]:
         from graphtrain.models import decode
 
-        return decode.decode_step(self.settings, parameters, kv_cache, tokens, rows, last)
+        return decode.decode_step(self.settings, parameters, kv_cache, tokens, rows, last, read)
 
     @property
     def has_dropout(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import jax
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from lowering.pipeline.schedules import Pipeline
     from lowering.trees import Tree
     from sharding_rules.pipeline import Stages
+
+    # Reads the logits of a decode step from a function that computes those (batch, count, vocab) of
+    # the new tokens with the given indices (batch, count).
+    LogitsReader = Callable[[Callable[[jax.Array], jax.Array]], Any]
 
 
 class LanguageModel(Protocol):
@@ -125,7 +129,8 @@ class LanguageModel(Protocol):
         tokens: jax.Array,
         rows: CacheRows,
         last: jax.Array | None = None,
-    ) -> tuple[jax.Array, Tree]:
+        read: LogitsReader | None = None,
+    ) -> tuple[Any, Tree]:
         """Run one decode step; return the logits of the new tokens, and the updated KV cache.
 
         Args:
@@ -135,6 +140,7 @@ class LanguageModel(Protocol):
             tokens: ids of the new tokens.
             rows: slots and offsets of the batch.
             last: index of the only token whose logits are returned, a scalar; None: of all tokens.
+            read: returns what is returned in place of the logits; it computes those that it needs.
         """
         ...
 

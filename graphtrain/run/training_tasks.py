@@ -14,7 +14,7 @@ from graphtrain.run.evaluation.loaded_tasks import LoadedTasks, TaskSettings
 from graphtrain.run.evaluation.task_results import metric_values
 from graphtrain.run.evaluation.text_format import open_text_format
 from graphtrain.run.serving.chat_format import OWN_TEMPLATE
-from graphtrain.run.serving.engine_protocol import Engine
+from graphtrain.run.serving.row_engine import RowEngine
 from graphtrain.run.training_engine import TrainingEngine
 from lowering.trees import Tree
 
@@ -85,7 +85,7 @@ def open_tasks(
         ),
         scratch,
     )
-    room = cast(Engine, _ContextLength(context_length))
+    room = cast(RowEngine, _ContextLength(context_length))
     loaded.check_requests(EngineModel(room, text, NoAnswers(), _ignore_progress))
     return loaded, text
 

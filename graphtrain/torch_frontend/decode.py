@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ from graphtrain.torch_frontend.blocks import Stack
 from graphtrain.torch_frontend.model import OpenedModel
 from graphtrain.torch_frontend.scan_blocks import Scan, ScanHooks
 from lowering.trees import Tree, flatten, unflatten
+
+if TYPE_CHECKING:
+    from graphtrain.models.protocol import LogitsReader
 
 _TOKENS = (1, 4)  # (batch, seq) of the trace that finds the shapes of the KV cache
 
@@ -49,7 +52,8 @@ def decode_step(
     tokens: jax.Array,
     cache_rows: CacheRows,
     last: jax.Array | None = None,
-) -> tuple[jax.Array, Tree]:
+    read: LogitsReader | None = None,
+) -> tuple[Any, Tree]:
     """Run one decode step; return float32 logits (batch, seq, vocab) and the updated KV cache.
 
     Blocks are written out, not scanned: a scan would copy the weights and the cache of each block.
@@ -61,6 +65,7 @@ def decode_step(
         tokens: the next token ids, (batch, seq).
         cache_rows: slots and offsets of the batch.
         last: index of the only token whose logits are returned, a scalar.
+        read: returns what is returned in place of the logits.
     """
     cached_arrays, updated_arrays = flatten(cache), {}
 
@@ -96,6 +101,10 @@ def decode_step(
             run_blocks=run_blocks, around_block=lambda name: cached_block(_path(name))
         )
         logits = model.finish_logits(model.run(arrays, tokens, None, hooks), tokens)
+    if read is not None:
+        computed = logits  # a module returns those of all tokens
+        value = read(lambda indices: jnp.take_along_axis(computed, indices[..., None], 1))
+        return value, unflatten(updated_arrays)
     if last is not None:
         logits = jax.lax.dynamic_slice_in_dim(logits, last, 1, 1)
     return logits, unflatten(updated_arrays)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from graphtrain.models.attention.cache_layout import CachedLayer
     from graphtrain.models.attention.kv_cache import CacheRows
     from graphtrain.models.pipeline_stages import Keys, LossFunction
+    from graphtrain.models.protocol import LogitsReader
     from graphtrain.torch_frontend.model import OpenedModel
     from lowering.pipeline.schedules import Pipeline
     from lowering.trees import Tree
@@ -108,11 +109,12 @@ class TorchLanguageModel(ModuleFacts):
         tokens: jax.Array,
         rows: CacheRows,
         last: jax.Array | None = None,
-    ) -> tuple[jax.Array, Tree]:
+        read: LogitsReader | None = None,
+    ) -> tuple[Any, Tree]:
         opened = self.opened()
         from graphtrain.torch_frontend import decode
 
-        return decode.decode_step(opened, parameters, kv_cache, tokens, rows, last)
+        return decode.decode_step(opened, parameters, kv_cache, tokens, rows, last, read)
 
     @property
     def has_dropout(self) -> bool:

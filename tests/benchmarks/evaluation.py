@@ -3,7 +3,8 @@
 A Llama of 125 million random weights in float32. `letters` is shaped like MMLU: five examples, a
 question, and the letters A to D. `texts` is shaped like HellaSwag: no examples, and four endings
 of 20 words. Each contestant runs in a process of its own, in turn; what is timed is lm-eval's call
-of the model with all requests, after a call with those of two other questions.
+of the model with all requests, after a call with those of two other questions. Processor seconds
+are those of all threads: on a busy machine, their ratio tells more than that of the rates.
 
     python tests/benchmarks/evaluation.py [--rounds 3] [--questions 40] [--json FILE]
         [--directory DIR]
@@ -31,7 +32,7 @@ MARKS = ["Answer:", *(f"{letter}{mark}" for letter in "ABCD" for mark in ("", ".
 LETTERS = "{{question}} A. {{a}} B. {{b}} C. {{c}} D. {{d}} Answer:"
 TASKS: dict[str, dict[str, Any]] = {
     "letters": {"doc_to_text": LETTERS, "doc_to_choice": list("ABCD"), "num_fewshot": 5},
-    "texts": {"doc_to_text": "{{question}}", "doc_to_choice": ["{{a}}", "{{b}}", "{{c}}", "{{d}}"],
+    "texts": {"doc_to_text": "{{question}}", "doc_to_choice": "{{[a, b, c, d]}}",
               "num_fewshot": 0},
 }  # fmt: skip
 LENGTHS = {"letters": (40, 5), "texts": (60, 20)}  # words of a question and of a choice
@@ -103,21 +104,22 @@ def write_task(directory: Path, task: str, questions: int) -> Path:
     return path
 
 
-def seconds_of_calls(model: Any) -> list[float]:
-    """Return a list to which each call of a model of lm-eval adds its seconds."""
+def seconds_of_calls(model: Any) -> list[tuple[float, float]]:
+    """Return a list to which each call of a model adds its seconds, and the processor's."""
     seconds, original = [], model.loglikelihood
 
     def timed(requests: list, **settings: Any) -> list:
-        begin = time.perf_counter()
+        begin = time.perf_counter(), time.process_time()
         answers = original(requests, **settings)
-        seconds.append(time.perf_counter() - begin)
+        end = time.perf_counter(), time.process_time()
+        seconds.append((end[0] - begin[0], end[1] - begin[1]))
         return answers
 
     model.loglikelihood = timed
     return seconds
 
 
-def contestant(name: str, directory: Path, task: Path) -> float:
+def contestant(name: str, directory: Path, task: Path) -> tuple[float, float]:
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     if name == OURS:
         return of_graphtrain(directory, task)
@@ -138,7 +140,7 @@ def contestant(name: str, directory: Path, task: Path) -> float:
     return seconds[-1]
 
 
-def of_graphtrain(directory: Path, task: Path) -> float:
+def of_graphtrain(directory: Path, task: Path) -> tuple[float, float]:
     import shutil
 
     from graphtrain.run.evaluation import harness_model
@@ -173,15 +175,17 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.contestant:
         seconds = contestant(arguments.contestant, arguments.directory, arguments.task)
-        print("seconds", seconds)
+        print("seconds", *seconds)
         return
     directory = arguments.directory or Path(tempfile.mkdtemp())
     if not (directory / "evaluation.toml").is_file():
         make_model(directory)
     results: dict[str, Any] = {}
+    spent: dict[str, Any] = {}
     for task in TASKS:
         file = write_task(directory, task, arguments.questions)
         rates: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+        costs: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
         for _ in range(arguments.rounds):
             for name in CONTESTANTS:
                 words = ["--contestant", name, "--directory", directory, "--task", file]
@@ -189,8 +193,9 @@ def main() -> None:
                     [sys.executable, __file__, *words], env=ENVIRONMENT, check=True, text=True,
                     stdout=subprocess.PIPE,
                 )  # fmt: skip
-                seconds = float(done.stdout.split()[-1])
+                seconds, processor_seconds = map(float, done.stdout.split()[-2:])
                 rates[name].append(arguments.questions / seconds)
+                costs[name].append(processor_seconds / arguments.questions)
         ratios = {
             f"{OURS} / {name}": round(
                 statistics.median(a / b for a, b in zip(rates[OURS], rates[name], strict=True)), 2
@@ -198,7 +203,15 @@ def main() -> None:
             for name in CONTESTANTS[1:]
         }
         results[task] = {name: summary(taken) for name, taken in rates.items()} | ratios
-    finish({"questions per second": results, "sizes": json.dumps(SIZES)}, arguments.json)
+        spent[task] = {name: summary(taken) for name, taken in costs.items()}
+    finish(
+        {
+            "questions per second": results,
+            "processor seconds of a question": spent,
+            "sizes": json.dumps(SIZES),
+        },
+        arguments.json,
+    )
 
 
 if __name__ == "__main__":

@@ -46,16 +46,16 @@ IMPORTED = TorchModel(hf=str(Path(__file__).parents[2] / "examples/hf-llama"))
 WIDE = Model(layers=2, embed=4096, heads=32, kv_heads=8, mlp=14336, vocab=128256)
 # Model, target, mesh, and programs, of which the first one reads weights and state.
 PAIRS = {
-    "Llama, cpu:1": (LLAMA, "cpu:1", Mesh(), ["decode", "score_512"]),
+    "Llama, cpu:1": (LLAMA, "cpu:1", Mesh(), ["decode", "score_512", "score_rows_32"]),
     "Llama, cpu:8": (LLAMA, "cpu:8", Mesh(data=2, fsdp=2, tensor=2), ["decode", "score_512"]),
     "GPT-2, cpu:1": (GPT2, "cpu:1", Mesh(), ["decode_one"]),
     "imported Llama, cpu:1": (IMPORTED, "cpu:1", Mesh(), ["decode"]),
     "mixture, cpu:1": (MIXTURE, "cpu:1", Mesh(), ["prefill_512"]),
-    "windows, cpu:1": (WINDOWS, "cpu:1", Mesh(), ["decode", "copy_prefix", "score_512"]),
+    "windows, cpu:1": (WINDOWS, "cpu:1", Mesh(), ["decode", "copy_prefix", "score_rows_128"]),
     "windows, cpu:8": (WINDOWS, "cpu:8", Mesh(data=2, fsdp=2, tensor=2), ["decode"]),
     "windows, h100:1": (WINDOWS, "h100:1", Mesh(), ["decode"]),
     "Llama, h100:1": (LLAMA, "h100:1", Mesh(), ["decode_one"]),
-    "GPT-2, h100:1": (GPT2, "h100:1", Mesh(), ["decode", "score_512"]),
+    "GPT-2, h100:1": (GPT2, "h100:1", Mesh(), ["decode", "score_512", "score_rows_128"]),
     "Llama 8B, h100:8": (WIDE, "h100:8", Mesh(tensor=8), ["decode_one"]),
     "Llama in int8, cpu:1": (LLAMA, "cpu:1", Mesh(), ["decode", "score_512"]),
     "Llama in int8, h100:1": (LLAMA, "h100:1", Mesh(), ["decode", "decode_one", "score_512"]),

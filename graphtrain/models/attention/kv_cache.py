@@ -7,6 +7,7 @@ between passes it on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -91,7 +92,8 @@ def _write(cache: jax.Array, added: jax.Array, rows: CacheRows, dims: str) -> ja
     if is_rolling(positions, rows.context_length):
         begin = begin % positions
         if length > 1:  # one token is at one place
-            assert rows.slot is not None, "several tokens of many slots are not written"
+            if rows.slot is None:
+                return _loop(cache, added, begin, dims, _write_around_end)
             return _write_around_end(cache, added, rows.slot, begin[0], dims)
     if rows.slot is not None:
         return _write_slot(cache, added, rows.slot, begin[0], dims)
@@ -153,13 +155,19 @@ def _scatter(cache: jax.Array, added: jax.Array, offsets: jax.Array, dims: str) 
     )
 
 
-def _loop(cache: jax.Array, added: jax.Array, offsets: jax.Array, dims: str) -> jax.Array:
-    """Write slot by slot, on each device those that it has."""
+def _loop(
+    cache: jax.Array,
+    added: jax.Array,
+    offsets: jax.Array,
+    dims: str,
+    write_slot: Callable[..., jax.Array] = _write_slot,
+) -> jax.Array:
+    """Write slot by slot, by `write_slot`, on each device those that it has."""
 
     def write_slots(cache: jax.Array, added: jax.Array, offsets: jax.Array) -> jax.Array:
         def write(slot: jax.Array, cache: jax.Array) -> jax.Array:
             row = jax.lax.dynamic_slice_in_dim(added, slot, 1, dims.index("b"))
-            return _write_slot(cache, row, slot, offsets[slot], dims)
+            return write_slot(cache, row, slot, offsets[slot], dims)
 
         return jax.lax.fori_loop(0, len(offsets), write, cache)
 

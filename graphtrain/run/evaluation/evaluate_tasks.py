@@ -13,12 +13,12 @@ from graphtrain.run.evaluation.answer_journal import AnswerJournal
 from graphtrain.run.evaluation.harness_model import EngineModel, Progress, TextFormat
 from graphtrain.run.evaluation.loaded_tasks import RANDOM_SEED, SEED, LoadedTasks, TaskSettings
 from graphtrain.run.evaluation.task_results import TaskResults
-from graphtrain.run.serving.engine_protocol import Engine
+from graphtrain.run.serving.row_engine import RowEngine
 
 
 def evaluate_tasks(
     settings: TaskSettings,
-    open_model: Callable[[], tuple[Engine, TextFormat]],
+    open_model: Callable[[], tuple[RowEngine, TextFormat]],
     identity: dict[str, Any],
     journal_path: Path,
     progress: Progress,
@@ -47,7 +47,7 @@ def evaluate_tasks(
 
 def evaluate_loaded(
     tasks: LoadedTasks,
-    engine: Engine,
+    engine: RowEngine,
     text: TextFormat,
     identity: dict[str, Any],
     journal_path: Path,

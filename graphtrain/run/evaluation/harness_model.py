@@ -21,7 +21,8 @@ from graphtrain.run.evaluation.answer_journal import Answers, request_key
 from graphtrain.run.evaluation.continuation_scores import ScoredText, score_continuations
 from graphtrain.run.prompt import encode_text
 from graphtrain.run.serving.chat_format import ChatFormat
-from graphtrain.run.serving.engine_protocol import Engine, SamplingParameters
+from graphtrain.run.serving.engine_protocol import SamplingParameters
+from graphtrain.run.serving.row_engine import RowEngine
 from graphtrain.run.serving.sequence import SequenceRequest
 
 _MAX_GENERATED = 256  # tokens, for tasks that do not say how many; as in lm-eval
@@ -53,7 +54,7 @@ class EngineModel(TemplateLM):
     """
 
     def __init__(
-        self, engine: Engine, text: TextFormat, journal: Answers, progress: Progress
+        self, engine: RowEngine, text: TextFormat, journal: Answers, progress: Progress
     ) -> None:
         super().__init__()
         self._engine, self._text, self._journal = engine, text, journal

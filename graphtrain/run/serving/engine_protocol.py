@@ -160,14 +160,12 @@ class Engine(Protocol):
         ...
 
     def score(
-        self, tokens: Sequence[int], begin: int = 0, *, adapter: str | None = None
+        self, tokens: Sequence[int], *, adapter: str | None = None
     ) -> list[TokenChoice | None]:
         """Return the log-probability of tokens given those before them; None for the first.
 
         Args:
             tokens: At most `context_length` + 1 tokens.
-            begin: Index of the first token to score. If it is not 0, the KV cache of the text
-                stays, and the next text is computed only from where it differs.
             adapter: LoRA adapter that scores; None: the base.
         """
         ...

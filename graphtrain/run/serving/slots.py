@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_MIN_COPY = 16  # tokens; fewer are computed again sooner than copied
+MIN_COPY = 16  # tokens; fewer are computed again sooner than copied
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Slots:
         slot = max(self.free, key=lambda slot: self._common(slot, wanted, adapter))
         length = self._common(slot, wanted, adapter)
         source, longest = self._longest(wanted, adapter)
-        if longest - length < _MIN_COPY and 2 * length >= len(self._cached[slot]):
+        if longest - length < MIN_COPY and 2 * length >= len(self._cached[slot]):
             placement = Placement(slot, slot, length)
         else:
             slot = min(self.free, key=lambda slot: (self._released_at[slot], slot))
             own = self._common(slot, wanted, adapter)
-            is_copied = longest - own >= _MIN_COPY
+            is_copied = longest - own >= MIN_COPY
             placement = Placement(slot, *((source, longest) if is_copied else (slot, own)))
         self.free.discard(placement.slot)
         self._adapters[placement.slot] = adapter
@@ -64,7 +64,7 @@ class Slots:
         """Return a prefix of a prompt that another slot holds by now, if it is worth a copy."""
         wanted = np.array(prompt[:-1], np.int32)
         source, longest = self._longest(wanted, self._adapters[slot])
-        if longest - len(self._cached[slot]) < _MIN_COPY:
+        if longest - len(self._cached[slot]) < MIN_COPY:
             return None
         self.keep(slot, prompt[:longest])
         return Placement(slot, source, longest)

@@ -189,9 +189,12 @@ def test_an_evaluation_that_was_killed_computes_only_the_rest(place):
     assert counts == [("scoring", done, requests) for done in range(7, requests + 1)]
     whole = ours(place, SMALL)
     assert numbers(resumed.document["results"]) == numbers(whole.document["results"])
-    assert [one["resps"] for task in SMALL for one in resumed.samples[task]] == [
-        one["resps"] for task in SMALL for one in whole.samples[task]
-    ]
+    for task in SMALL:
+        for mine, other in zip(resumed.samples[task], whole.samples[task], strict=True):
+            for (answer,), (expected,) in zip(mine["resps"], other["resps"], strict=True):
+                # Texts were beside others in the slots, so that chunks of them had other sizes.
+                assert answer[0] == pytest.approx(expected[0], abs=1e-5)
+                assert answer[1] == expected[1]
 
 
 def test_the_command_prints_and_writes_results(place, tmp_path):
