@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Memory
+from graphtrain.cost_model.passes import Passes
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
@@ -62,6 +63,20 @@ def memory(program: ResolvedProgram, weights: Sequence[ShardedWeight] | None = N
     )
 
 
+def activation_bytes_written(program: ResolvedProgram) -> float:
+    """Return the bytes of activations that a device writes in a step, of all its microbatches.
+
+    The forward pass of each layer writes what the backward pass reads; in a pipeline that
+    recomputes its stages, the second forward pass does, and each tick writes its input too.
+    """
+    sizes = DeviceSizes.of(program)
+    per_layer = _saved_per_layer(program, sizes, step_uses_flash_kernel(program))
+    written = program.batch.microbatches * sizes.layers * per_layer
+    if program.mesh.axes.get("stage", 1) > 1:
+        written += Passes.of(program).ticks * _stage_input(program, sizes)
+    return written
+
+
 def lower_bound(program: ResolvedProgram) -> int:
     """Return a lower bound, in bytes, for any schedule of a remat policy.
 
@@ -112,7 +127,7 @@ def _saved_activations(program: ResolvedProgram, sizes: DeviceSizes, flash: bool
     if stages == 1:
         return sizes.layers * layer
     schedule, rounds = program.pipeline.schedule, program.pipeline.virtual_stages
-    stream = sizes.sequences * sizes.seq_residual * program.model.embed * sizes.item_bytes
+    stream = _stage_input(program, sizes)
     ticks = program.batch.microbatches * rounds + stages - 1
     chunk = sizes.layers / rounds
     if schedule == "1f1b":
@@ -120,6 +135,11 @@ def _saved_activations(program: ResolvedProgram, sizes: DeviceSizes, flash: bool
     if program.model.remat == "none":
         return ticks * chunk * layer
     return ticks * stream + chunk * layer
+
+
+def _stage_input(program: ResolvedProgram, sizes: DeviceSizes) -> float:
+    """Return the bytes of the residual stream of a microbatch, which a stage passes on."""
+    return sizes.sequences * sizes.seq_residual * program.model.embed * sizes.item_bytes
 
 
 def _gradients(program: ResolvedProgram, weights: Sequence[ShardedWeight]) -> float:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Memory, StepTime
 from graphtrain.cost_model.compute import expected_excess, step_flops
+from graphtrain.cost_model.memory import activation_bytes_written
 from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.models.flops import step_flops_per_token
 from lowering.machine.target import Target
@@ -96,8 +97,8 @@ def _seconds_of_compute(program: ResolvedProgram, flash: bool) -> float | None:
 def _seconds_of_memory(program: ResolvedProgram, memory: Memory) -> float | None:
     """Return the seconds of memory traffic; None if the bandwidth is unknown.
 
-    State is read and written once per step; weights are read twice per microbatch, activations are
-    written and read once per microbatch.
+    State is read and written once per step; weights are read twice per microbatch, activations and
+    temporaries are written and read once per microbatch.
     """
     bandwidth = program.target.specification.get("bandwidth")
     if not bandwidth:
@@ -106,7 +107,8 @@ def _seconds_of_memory(program: ResolvedProgram, memory: Memory) -> float | None
     width = 2 if program.model.dtype == "bfloat16" else 4
     weights = 2 * program.batch.microbatches * memory.parameters * width / 4
     weights += 2 * program.batch.microbatches * memory.frozen
-    passing = 2 * program.batch.microbatches * (memory.activations + memory.temporaries)
+    passing = 2 * program.batch.microbatches * memory.temporaries
+    passing += 2 * activation_bytes_written(program)
     return (state + weights + passing) / bandwidth
 
 
