@@ -63,7 +63,9 @@ def main() -> None:
             jax.block_until_ready(checkpoints.restore(1, described).state)
 
         def restore_unverified() -> None:
-            with mock.patch.object(checkpoint, "verified_while_reading", lambda path: nullcontext()):
+            with mock.patch.object(
+                checkpoint, "verified_while_reading", lambda path: nullcontext()
+            ):
                 restore()
 
         kinds = {"without": restore_unverified, "with digests": restore}
