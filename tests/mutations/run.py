@@ -36,15 +36,15 @@ MUTANTS = {
         ("tests/run/test_road.py::test_each_step_has_the_rate_of_the_schedule",),
     ),
     "z-loss twice as large": Mutant(
-        "graphtrain/graphs/objectives.py",
-        "loss + z_loss * squares",
-        "loss + 2 * z_loss * squares",
+        "graphtrain/models/chunked_loss.py",
+        "weights * (1 + 2 * scored.z_loss * log_z)",
+        "weights * (1 + 4 * scored.z_loss * log_z)",
         ("tests/graphs/test_training.py::test_steps_equal_optax_adamw",),
     ),
     "balance loss twice as large": Mutant(
         "graphtrain/models/moe.py",
-        "mixture.balance_loss * balance / layers",
-        "2 * mixture.balance_loss * balance / layers",
+        'mixture.balance_loss * means["balance_loss"]',
+        '2 * mixture.balance_loss * means["balance_loss"]',
         ("tests/graphs/test_mixture.py",),
     ),
     "clip at twice the norm": Mutant(
