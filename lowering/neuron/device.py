@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lowering.errors import LoweringError
+from lowering.machine.rank_threads import RankThreads
 from lowering.neuron.nrt import LoadedNeff, Runtime, RuntimeTensor
 from lowering.per_device.layout import RankLayout
 from lowering.trees import Tree, flatten, unflatten
@@ -89,9 +89,9 @@ class NeffProgram:
                 f"sees {self._runtime.cores()}; check NEURON_RT_VISIBLE_CORES and "
                 "NEURON_LOGICAL_NC_CONFIG"
             )
-        self._size, self._threads = ranks, ThreadPoolExecutor(ranks)
+        self._size, self._threads = ranks, RankThreads(ranks)
         load = functools.partial(self._runtime.load, neff, ranks=ranks)
-        self._models: list[LoadedNeff] = self._on_each_rank(lambda rank: load(core=rank, rank=rank))
+        self._models: list[LoadedNeff] = self._threads.call(lambda rank: load(core=rank, rank=rank))
         self._inputs = {path: RankLayout(fact, mesh) for path, fact in record["inputs"].items()}
         self._outputs = {path: RankLayout(fact, mesh) for path, fact in record["outputs"].items()}
         self._in_place = dict(record["neuron"]["aliases"])  # output index to input index
@@ -118,7 +118,7 @@ class NeffProgram:
                 },
             )
 
-        self._on_each_rank(execute)
+        self._threads.call(execute)
         for input_index in self._in_place.values():
             input_arrays[input_index].tensors = []
         return unflatten(dict(zip(self._outputs, output_arrays, strict=True)))
@@ -154,7 +154,3 @@ class NeffProgram:
         for rank, tensor in enumerate(tensors):
             tensor.write(np.uint32(rank).tobytes())
         return tensors
-
-    def _on_each_rank(self, fn: Any) -> list[Any]:
-        """Call `fn` for every rank at the same time, since collectives synchronize all ranks."""
-        return list(self._threads.map(fn, range(self._size)))
