@@ -19,6 +19,16 @@ class PeerLost(LoweringError):
     exit_status = 75
 
 
+class RankFailed(LoweringError):
+    """A command failed on a rank: by itself, or because a rank of another process is lost."""
+
+    others_are_there = False  # whether the other processes are known to be there
+
+
+class RankEnded(PeerLost):
+    """A rank has ended by itself: through a fault of its own, or because another one is lost."""
+
+
 class OutOfMemory(LoweringError):
     """A program does not fit in device memory, as reported by the compiler or the device."""
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from graphtrain.cache.key import CacheKey
 from graphtrain.errors import MissingProgram, TrainingError
 from graphtrain.run.programs import LoadedPrograms
-from lowering.errors import PeerLost
+from lowering.errors import PeerLost, RankFailed
 from lowering.xla import distributed
 from sharding_rules.errors import UserError
 
@@ -41,12 +41,14 @@ def on_all_ranks(action: Callable[[], T]) -> T:
         f"{type(failed).__name__}: {failed}" if failed else ""
     )
     if failed is not None:
+        if isinstance(failed, RankFailed):
+            failed.others_are_there = True
         raise failed
     for rank, error_text in enumerate(error_texts):
         if error_text:
             kind, _, message = error_text.partition(": ")
             error = MissingProgram if kind == "MissingProgram" else TrainingError
-            raise error(f"rank {rank}: {message}")
+            raise error(f"{distributed.names([rank])}: {message}")
     return result  # pyright: ignore[reportReturnType]
 
 
@@ -60,8 +62,9 @@ def check_same_checkpoints(directory: str, steps: list[int]) -> None:
     for rank, rank_steps in enumerate(steps_by_rank):
         if rank_steps != steps_by_rank[0]:
             raise TrainingError(
-                f"rank {rank} sees checkpoints {rank_steps} in {directory}, but rank 0 sees "
-                f"{steps_by_rank[0]}; run.directory must be on a file system that all hosts share"
+                f"{distributed.names([rank])} sees checkpoints {rank_steps} in {directory}, but "
+                f"{distributed.names([0])} sees {steps_by_rank[0]}; run.directory must be on a "
+                "file system that all hosts share"
             )
 
 
@@ -89,7 +92,7 @@ def check_same_executables(programs: LoadedPrograms) -> None:
     groups = [
         [r for r, d in enumerate(digests) if d == digest] for digest in dict.fromkeys(digests)
     ]
-    ranks = " and ".join(f"ranks {', '.join(map(str, group))}" for group in groups)
+    ranks = " and ".join(distributed.names(group) for group in groups)
     keys = distributed.all_gather_text(json.dumps(programs.keys[differing].to_json()))
     raise TrainingError(
         f"{ranks} found different executables of {differing}: "

@@ -6,10 +6,11 @@ Plain functions of times and progress, without threads and clocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graphtrain.config.schema import Watchdog
+from lowering.xla.distributed import names
 
 # What a rank does, in the order of a step.
 LOADING = "loading programs, a checkpoint or data"
@@ -112,6 +113,13 @@ class Peer:
     silent_seconds: float = 0.0  # since its last heartbeat
 
 
+def behind(ranks: Mapping[int, Peer]) -> dict[int, Progress]:
+    """Return the ranks that others have overtaken, with their progress."""
+    known = {rank: peer.progress for rank, peer in ranks.items() if peer.progress is not None}
+    furthest = max(known.values())
+    return {rank: progress for rank, progress in known.items() if progress < furthest}
+
+
 def blame(ranks: Mapping[int, Peer], silence: float, collective: str = "") -> str:
     """Return one sentence that names the ranks for which the others wait.
 
@@ -123,31 +131,27 @@ def blame(ranks: Mapping[int, Peer], silence: float, collective: str = "") -> st
     silent = [rank for rank, peer in ranks.items() if peer.silent_seconds > silence]
     if silent:
         words = [
-            f"rank {rank} no longer responds: no heartbeat for {ranks[rank].silent_seconds:.0f} s, "
-            f"last in {ranks[rank].progress or 'its start'}"
+            f"{names([rank])} no longer responds: no heartbeat for "
+            f"{ranks[rank].silent_seconds:.0f} s, last in {ranks[rank].progress or 'its start'}"
             for rank in silent[:4]
         ]
         more = f"; {len(silent) - 4} more" if len(silent) > 4 else ""
         return "; ".join(words) + more + " (killed, stopped, or its host is lost)"
     known = {rank: peer.progress for rank, peer in ranks.items() if peer.progress is not None}
     last = min(known.values())
-    behind = [rank for rank, progress in known.items() if progress == last]
-    names = _names(behind)
+    slowest = [rank for rank, progress in known.items() if progress == last]
     if len(known) == 1:
-        return f"{names} is stalled in {last}"
-    if len(behind) == len(known):
-        return f"all ranks are stalled in {last}{_in_collective(last, collective)}"
+        return f"{names(slowest)} is stalled in {last}"
+    if len(slowest) == len(known):
+        return f"all ranks are stalled in {in_collective(last, collective)}"
     others = max(known.values())
     return (
-        f"{names} {'is' if len(behind) == 1 else 'are'} behind, stalled in {last}; the others wait "
-        f"in {others}{_in_collective(others, collective)}"
+        f"{names(slowest)} {'is' if len(slowest) == 1 else 'are'} behind, stalled in {last}; the "
+        f"others wait in {in_collective(others, collective)}"
     )
 
 
-def _in_collective(progress: Progress, collective: str) -> str:
-    return f", {collective}" if collective and progress.name in (DATA, COMPUTING) else ""
-
-
-def _names(ranks: Sequence[int]) -> str:
-    first = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {first}" if len(ranks) == 1 else f"ranks {first}"
+def in_collective(progress: Progress, collective: str) -> str:
+    """Describe a position, with a collective of the step if the rank may wait in one."""
+    is_in_step = collective and progress.name in (DATA, COMPUTING)
+    return f"{progress}, {collective}" if is_in_step else str(progress)

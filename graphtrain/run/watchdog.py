@@ -13,15 +13,25 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
 from graphtrain.config.schema import Watchdog as Settings
-from graphtrain.run.stalls import LOADING, Peer, Progress, Stopwatch, blame, max_silence
-from lowering.errors import LoweringError, PeerLost
-from lowering.machine import rank_processes
+from graphtrain.run.stalls import (
+    LOADING,
+    Peer,
+    Progress,
+    Stopwatch,
+    behind,
+    blame,
+    in_collective,
+    max_silence,
+)
+from lowering.errors import PeerLost, RankEnded, RankFailed
+from lowering.machine import rank_processes, rank_threads
+from lowering.machine.rank_processes import HAS_ENDED
 from lowering.xla import distributed
 from lowering.xla.heartbeats import Heartbeats, content
 from sharding_rules.errors import UserError
@@ -29,7 +39,6 @@ from sharding_rules.errors import UserError
 STATUS = PeerLost.exit_status
 _AGREE_SECONDS = 5.0  # for the other ranks to learn the verdict, and to leave before rank 0
 _OWN_ERROR_SECONDS = 5.0  # for this rank to report by itself an error that another one reported
-_LAST_ERROR_SECONDS = 3.0  # for another rank to report the loss that caused an error of this one
 _SUSPENDED_SECONDS = 4.0  # without a turn of the watchdog's thread: the process was stopped
 _EXCHANGES = 6  # heartbeats without which a rank is silent, when the run is known to be broken
 
@@ -46,6 +55,7 @@ class Watchdog:
         """
         # Asked once, because this thread must not import JAX while another one does.
         self._rank, self._count = distributed.rank(), distributed.count()
+        self._name = distributed.names([self._rank])
         self._settings, self._stacks = settings, directory / "stacks"
         self._stopwatch = Stopwatch(settings)
         self._stopwatch.move(Progress.at(LOADING), time.monotonic())
@@ -89,40 +99,47 @@ class Watchdog:
         """Tell the other ranks that this one ends with an error; return if it is its own error.
 
         A lost rank is reported by an error of the collective that waits for it. So an error that is
-        not the user's to fix ends this process as the watchdog does, if another rank is lost.
+        not the user's to fix, or is that of a rank process, which may have waited for those of
+        another process, ends this process as the watchdog does, if another rank is lost or behind.
         """
         if self._count == 1 and not isinstance(error, PeerLost):
             return
+        is_of_rank = isinstance(error, RankFailed | RankEnded)
+        is_agreed = isinstance(error, RankFailed) and error.others_are_there
+        if self._count > 1 and not is_agreed and (is_of_rank or not isinstance(error, UserError)):
+            self._end_if_a_peer_is_lost(or_behind=is_of_rank)
         if isinstance(error, PeerLost):
             self._end(str(error), STATUS)
-        if not isinstance(error, UserError):
-            self._end_if_a_peer_is_lost()
-        elif isinstance(error, LoweringError):  # MindSpore's, perhaps of a rank of another host
-            self._end_by_verdict(time.monotonic() + _LAST_ERROR_SECONDS)
         status = getattr(error, "exit_status", 1)
         self._closed.set()  # the error is reported by the command, not by the watchdog
         first = str(error).partition("\n")[0] or type(error).__name__
-        message = f"rank {self._rank} ended with an error: {first}"
+        message = f"{self._name} ended with an error: {first}"
         self._heartbeats.propose(_verdict(message, status, is_error=True), _AGREE_SECONDS)
 
-    def _end_if_a_peer_is_lost(self) -> None:
-        """Wait until it is clear whether another rank is lost; end the process if one is."""
+    def _end_if_a_peer_is_lost(self, *, or_behind: bool) -> None:
+        """Wait until it is clear whether another rank is lost; end the process if one is.
+
+        Args:
+            or_behind: whether to end the process also if a rank stays behind during that time: the
+                error is that of a collective in which this process did not wait any longer.
+        """
         silence = _EXCHANGES * self._heartbeats.interval
         deadline = time.monotonic() + 2 * silence + _AGREE_SECONDS
+        behind_at_first = behind(self._ranks())
         while time.monotonic() < deadline:
-            self._end_by_verdict(time.monotonic())
-            if any(peer.silent_seconds > silence for peer in self._ranks().values()):
-                self._end(self._blame(silence), STATUS)
-            time.sleep(self._interval / 2)
-
-    def _end_by_verdict(self, until: float) -> None:
-        """End this process if another rank has proposed a verdict, or does until a time."""
-        while True:
             if self._heartbeats.verdict is not None:
                 self._end(**json.loads(self._heartbeats.verdict))
-            if time.monotonic() >= until:
-                return
+            not_running = self._ranks_not_running().items()
+            # A rank that has ended may have done so for the same reason, and not be that reason.
+            if stopped := {rank: why for rank, why in not_running if why != HAS_ENDED}:
+                self._end(self._describe(stopped), STATUS)
+            if any(peer.silent_seconds > silence for peer in self._ranks().values()):
+                break
             time.sleep(self._interval / 2)
+        else:
+            if not (or_behind and behind_at_first.items() & behind(self._ranks()).items()):
+                return
+        self._end(blame(self._ranks(), silence, self.collective) + self._suspended, STATUS)
 
     def _observe(self) -> None:
         looked_at = time.monotonic()
@@ -136,7 +153,7 @@ class Watchdog:
 
     def _note_suspension(self, seconds: float) -> None:
         """Do not count time during which this process did not run, as after SIGSTOP."""
-        self._suspended = f" (rank {self._rank} itself did not run for {seconds:.0f} s)"
+        self._suspended = f" ({self._name} itself did not run for {seconds:.0f} s)"
         self._started_at += seconds
         self._stopwatch.extend(seconds)
         self._heartbeats.extend(seconds)
@@ -201,13 +218,23 @@ class Watchdog:
         return ranks
 
     def _blame(self, silence: float) -> str:
+        if not_running := self._ranks_not_running():
+            return self._describe(not_running)
+        if waiting := rank_threads.describe_waiting():
+            progress = self._stopwatch.progress
+            return f"{waiting}, in {in_collective(progress, self.collective)}{self._suspended}"
+        return blame(self._ranks(), silence, self.collective) + self._suspended
+
+    def _describe(self, not_running: Mapping[str, str]) -> str:
+        words = [f"rank {rank} {why}" for rank, why in not_running.items()]
+        return f"{'; '.join(words)}, in {self._stopwatch.progress}{self._suspended}"
+
+    def _ranks_not_running(self) -> dict[str, str]:
+        """Return the rank processes of all hosts that do not run, with the reason."""
         not_running = {str(rank): why for rank, (why, _) in self._stopped_ranks.items()}
         for heartbeat in self._heartbeats.peers.values():
             not_running |= (content(heartbeat) or {}).get("not_running", {})
-        if not_running:
-            words = [f"rank {rank} {why}" for rank, why in not_running.items()]
-            return f"{'; '.join(words)}, in {self._stopwatch.progress}{self._suspended}"
-        return blame(self._ranks(), silence, self.collective) + self._suspended
+        return not_running
 
     def _end(self, message: str, status: int, is_error: bool = False) -> NoReturn:
         """Agree on the reason, write the stacks, print one message and end this process."""

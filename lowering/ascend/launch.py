@@ -24,11 +24,15 @@ from pathlib import Path
 
 from lowering.errors import LoweringError
 from lowering.machine import rank_processes
+from lowering.machine.rank_processes import HAS_ENDED
 from lowering.xla import distributed
 
 START_TIMEOUT = 180  # seconds for all ranks to start
 
 _STACKS_TIMEOUT = 3  # seconds for the ranks to write their stacks
+# Seconds for a collective on a CPU, where MindSpore's own limit is half a minute: a watchdog, which
+# knows the limits of the run and names the rank that the others wait for, is to end the run.
+_COLLECTIVE_TIMEOUT = 24 * 3600
 
 _SCRIPT = Path(__file__).with_name("rank.py")
 _SCHEDULER = "scheduler"
@@ -125,8 +129,10 @@ class RankProcesses:
     def _start(
         self, name: int | str, device: str, variables: Mapping[str, str], files: tuple[int, ...]
     ) -> None:
+        is_watched = distributed.is_watched.is_set()
         environment = {
             "GLOG_v": "3",  # MindSpore logs errors, but no warnings
+            **({"MS_CPU_COMM_OP_TIMEOUT": str(_COLLECTIVE_TIMEOUT)} if is_watched else {}),
             **os.environ,
             "GRAPHTRAIN_RANK_DEVICE": device,
             "GRAPHTRAIN_RANK_HOST": str(os.getpid()),
@@ -161,8 +167,8 @@ class RankProcesses:
             # The state follows the name, which is in parentheses and may contain some itself.
             state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:  # no Linux, or the process was waited for
-            return "has ended" if process.returncode is not None else ""
-        names = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": "has ended"}
+            return HAS_ENDED if process.returncode is not None else ""
+        names = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": HAS_ENDED}
         return names.get(state, "")
 
     def write_stacks(self, directory: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lowering.ascend.launch import START_TIMEOUT, Cluster, RankProcesses
-from lowering.errors import LoweringError, PeerLost
+from lowering.errors import LoweringError, PeerLost, RankEnded, RankFailed
 from lowering.machine.rendezvous import names
 from lowering.xla import distributed
 
@@ -114,7 +114,7 @@ class Ranks:
             replies = self._receive()
         for rank, (succeeded, answer) in replies.items():
             if not succeeded:
-                raise LoweringError(f"rank {rank}: {answer}")
+                raise RankFailed(f"rank {rank}: {answer}")
         answers = [answer for _, answer in replies.values()]
         if then is not None:
             then(answers)
@@ -148,10 +148,11 @@ class Ranks:
 
     def _has_ended(self, rank: int) -> LoweringError:
         message = f"rank {rank} has ended ({self._launched.end_of(rank)})"
+        was_killed = self._launched.was_killed(rank)
         if self._have_started:
-            return PeerLost(message)
+            return PeerLost(message) if was_killed else RankEnded(message)
         # A rank that ends by itself would do so again: MindSpore or the device cannot be used.
-        kind = PeerLost if self._launched.was_killed(rank) else LoweringError
+        kind = PeerLost if was_killed else LoweringError
         return kind(f"{message} before all ranks had started")
 
     @contextlib.contextmanager

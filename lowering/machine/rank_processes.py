@@ -8,12 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+HAS_ENDED = "has ended"  # the reason why a rank does not run that has ended, by itself or killed
+
 
 class ProcessGroup(Protocol):
     """Processes that compute for this one, by rank."""
 
     def not_running(self) -> dict[int, str]:
-        """Return the ranks that do not run, with the reason: stopped, or how they ended."""
+        """Return the ranks that do not run, with the reason: HAS_ENDED, or how it is stopped."""
         ...
 
     def write_stacks(self, directory: Path) -> None:

@@ -156,6 +156,12 @@ class Target:
         return self._usual_per_host or None
 
     @property
+    def ranks_per_process(self) -> int:
+        """Number of ranks, each in a process of its own, that one process of a run starts."""
+        starts_ranks = "rank_processes" in self.specification
+        return (self.devices_per_host or 1) if starts_ranks and self.processes != 1 else 1
+
+    @property
     def _usual_per_host(self) -> int:
         """Number of devices of a host, where the name of the target does not say it; 0: unknown."""
         return int(self.specification.get("per_host", self.specification.get("group", 0)))

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -38,6 +38,8 @@ _SINGLE_PROCESS = SimpleNamespace(
     process_id=0, num_processes=1, client=None, coordinator_address=None,
     preemption_sync_manager=None,
 )  # fmt: skip
+_MAX_NAMES = 8  # processes that a message names
+_ranks_per_process = 1  # rank processes that each process of the run starts, as on Ascend
 _rounds = itertools.count()  # number of exchanges, equal on all processes; makes keys unique
 
 
@@ -129,6 +131,8 @@ def initialize(
         PeerLost: another process is lost, or did not join in time; the message names it.
         LoweringError: this process cannot join the others.
     """
+    global _ranks_per_process
+    _ranks_per_process = target.ranks_per_process
     _silence_xla()
     address = member.coordinator or private.slurm_coordinator()
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or bind_address(address)
@@ -212,6 +216,19 @@ def count() -> int:
     return _state().num_processes or 1
 
 
+def names(ranks: Sequence[int]) -> str:
+    """Name processes in a message, by their ranks: "rank 1", "ranks 0, 2".
+
+    Where each starts several rank processes, ranks are those: "process 1 (ranks 2 to 3)".
+    """
+    each, more = _ranks_per_process, ", ..." if len(ranks) > _MAX_NAMES else ""
+    if each == 1:
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        return f"{noun} {', '.join(map(str, ranks[:_MAX_NAMES]))}{more}"
+    words = [f"process {r} (ranks {r * each} to {r * each + each - 1})" for r in ranks[:_MAX_NAMES]]
+    return f"{', '.join(words)}{more}"
+
+
 def first_host() -> str:
     """Return the name or address of the host of rank 0."""
     address = _state().coordinator_address if count() > 1 else None
@@ -237,7 +254,7 @@ def all_gather_text(word: str) -> list[str]:
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
         raise LoweringError(
-            f"rank {rank()} timed out waiting for {_missing(client, directory)}: {first}"
+            f"{names([rank()])} timed out waiting for {_missing(client, directory)}: {first}"
         ) from None
     if rank() == 0 and number:  # all have read the words of the exchange before this one
         client.key_value_delete(f"graphtrain/words/{number - 1}/")
@@ -252,7 +269,7 @@ def _missing(client: Any, directory: str) -> str:
     missing = [peer for peer in range(count()) if str(peer) not in sent]
     if not sent or not missing:
         return "the other ranks"
-    return rendezvous.names(missing)
+    return names(missing)
 
 
 class StopAgreement:

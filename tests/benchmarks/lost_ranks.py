@@ -4,17 +4,20 @@ Each trial starts a run, disturbs one rank at a random moment, and waits. The mo
 of the run in one of four trials, else in its steps, every third of which saves and every fifth
 evaluates. Cases:
 
-- kill: SIGKILL.
+- kill: SIGKILL; with MindSpore ranks, to one of them.
 - stop: SIGSTOP; the stopped process itself cannot end, and is not judged.
+- kill-host, stop-host: the same to one of several processes that have started MindSpore ranks.
 - block: the data loader of one rank never returns.
 - disk: writes of one rank to the run directory fail with "no space left on device".
 
 A trial is good if every other process ends in time with the status of its case, one line that
 names the rank, and no other line: no traceback, no words of Gloo, XLA, TensorStore or MindSpore.
 A rank that is lost in a step leaves the Python stacks of all others. The limits of the watchdog are
-low, so that trials are short (--step-timeout, --phase-timeout, --join-timeout).
+low, so that trials are short (--step-timeout, --phase-timeout, --join-timeout). A stopped process
+must still be stopped when the others have ended; if it is not, the trial says nothing, and is
+counted as spoiled.
 
-    python tests/benchmarks/lost_ranks.py [--targets cpu:2x1 cpu:4x1 ascend-cpu:2] [--parallel 2]
+    python tests/benchmarks/lost_ranks.py [--targets cpu:2x1 cpu:4x1 ascend-cpu:2 ascend-cpu:2x1]
 """
 
 import argparse
@@ -42,10 +45,12 @@ from trial_places import (
     healthy_start_seconds,
     make_trials,
     mindspore_ranks,
+    state,
 )
 
 LOST, USER_ERROR, COMPUTED = 75, 2, 0
 CASES = ("kill", "stop", "block", "disk")
+HOST_CASES = ("kill-host", "stop-host")
 STEPS = [
     "run.steps=100000", "run.save_every=3", "run.evaluate_every=5", "run.evaluate_batches=3",
 ]  # fmt: skip
@@ -93,15 +98,41 @@ class Trial:
 
     machine: Machine
     case: str
-    victim: int
+    victim: int  # of the ranks of MindSpore, or of the processes
     moment: Moment
+
+    @property
+    def is_of_device(self) -> bool:
+        """Whether the victim is a rank of MindSpore.
+
+        A process that has started such ranks reads data and writes files for all of them.
+        """
+        return self.machine.is_ascend and self.case in ("kill", "stop")
+
+    @property
+    def victims_name(self) -> str:
+        """Pattern of the victim's name in messages."""
+        if self.machine.ranks_per_process > 1 and not self.is_of_device:
+            return rf"\bprocess {self.victim} \("
+        return rf"\branks? ([\d, ]*\b)?{self.victim}\b"
+
+    @property
+    def lost_ranks(self) -> range:
+        """Ranks that cannot write their stacks."""
+        if self.case not in ("kill", "stop", *HOST_CASES):
+            return range(0)
+        each = 1 if self.is_of_device else self.machine.ranks_per_process
+        return range(self.victim * each, (self.victim + 1) * each)
+
+
+class Spoiled(Exception):
+    """A trial was disturbed, and says nothing."""
 
 
 def random_trial(
     machine: Machine, case: str, start: float, last_step: int, pick: random.Random
 ) -> Trial:
     """Choose a rank, and a moment in the start of the run or up to a step."""
-    # A process with MindSpore ranks reads data and writes files for all of them.
     of_devices = machine.is_ascend and case in ("kill", "stop")
     ranks = machine.devices if of_devices else machine.processes
     is_early = pick.random() < 0.25
@@ -154,14 +185,14 @@ def disturb(trial: Trial, running: Running, full: Path, marker: Path) -> list[in
         while not marker.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         return everyone if marker.exists() else None
-    if trial.machine.is_ascend and trial.case in ("kill", "stop"):
+    if trial.is_of_device:
         return everyone if signal_mindspore_rank(trial, running) else None
     if not trial.moment.wait(running):
         return None
     if trial.case == "disk":
         full.touch()
         return everyone
-    sent = signal.SIGKILL if trial.case == "kill" else signal.SIGSTOP
+    sent = signal.SIGKILL if trial.case.startswith("kill") else signal.SIGSTOP
     running.processes[trial.victim].process.send_signal(sent)
     return [rank for rank in everyone if rank != trial.victim]
 
@@ -199,15 +230,19 @@ def judge(
         if len(messages) != 1 or not messages[0].startswith("error: "):
             wrong.append(f"{who} said {len(messages)} lines: {messages[:1]} ... {messages[-1:]}")
         # A rank that reports an error of its own does not name itself.
-        elif not re.search(rf"\branks? ([\d, ]*\b)?{trial.victim}\b", messages[0]) and not (
+        elif not re.search(trial.victims_name, messages[0]) and not (
             trial.case == "disk" and each.rank == trial.victim
         ):
-            wrong.append(f"{who} does not name rank {trial.victim}: {messages}")
+            wrong.append(f"{who} does not name {trial.victim}: {messages}")
     if expected == LOST and trial.moment.step is not None:
         wrong += [f"no stacks of rank {rank}" for rank in without_stacks(trial, running.path)]
     left = [pid for pid in mindspore_pids.get(id(running), {}).values() if exists(pid)]
     if left:
         wrong.append(f"ranks of MindSpore are left: {left}")
+    if trial.case == "stop-host" or (trial.case == "stop" and not trial.is_of_device):
+        victim = running.processes[trial.victim].process
+        if state(victim.pid) != "T":
+            raise Spoiled(f"process {trial.victim} is no longer stopped ({state(victim.pid)})")
     ends = [running.processes[rank].ended_at or since + timeout for rank in ranks]
     return wrong, max(ends) - since
 
@@ -216,9 +251,10 @@ def without_stacks(trial: Trial, path: Path) -> list[int]:
     """Return the ranks whose Python stacks are missing. A lost rank cannot write any."""
     machine = trial.machine
     ranks = range(machine.devices if machine.is_ascend else machine.processes)
-    lost = [trial.victim] if trial.case in ("kill", "stop") else []
     stacks = path / "run" / "stacks"
-    return [r for r in ranks if r not in lost and not (stacks / f"rank-{r}.txt").exists()]
+    return [
+        r for r in ranks if r not in trial.lost_ranks and not (stacks / f"rank-{r}.txt").exists()
+    ]
 
 
 def say(line: str) -> None:
@@ -227,6 +263,9 @@ def say(line: str) -> None:
 
 def main() -> int:
     options = parse()
+    alone = [each for each in options.targets if Machine(each).processes == 1]
+    if alone and set(options.cases) & set(HOST_CASES):
+        sys.exit(f"{', '.join(alone)}: one process has no other that could name it")
     limits = [
         f"run.watchdog.step_timeout={options.step_timeout}",
         f"run.watchdog.phase_timeout={options.phase_timeout}",
@@ -247,19 +286,23 @@ def main() -> int:
 
         def one(
             case: str, index: int, machine: Machine = machine, start: float = start
-        ) -> tuple[bool, float]:
+        ) -> tuple[str, float]:
             pick = random.Random(f"{options.seed} {machine.target} {case} {index}")
             trial = random_trial(machine, case, start, options.last_step, pick)
             name = f"{machine.target}-{case}-{options.seed}-{index}".replace(":", "-")
-            wrong, seconds = take(trials, trial, name, limits, options.timeout)
-            say(f"{name}: rank {trial.victim}, {trial.moment}: {'; '.join(wrong) or 'good'}")
-            return not wrong, seconds
+            try:
+                wrong, seconds = take(trials, trial, name, limits, options.timeout)
+            except Spoiled as reason:
+                say(f"{name}: {trial.victim}, {trial.moment}: SPOILED: {reason}")
+                return "spoiled", 0.0
+            say(f"{name}: {trial.victim}, {trial.moment}: {'; '.join(wrong) or 'good'}")
+            return "wrong" if wrong else "good", seconds
 
         with ThreadPoolExecutor(options.parallel) as pool:
             results = pool.map(one, *zip(*chosen, strict=True))
-            for (case, _), (good, seconds) in zip(chosen, results, strict=True):
+            for (case, _), (outcome, seconds) in zip(chosen, results, strict=True):
                 count = counts.setdefault(f"{machine.target} {case}", Counter(good=0, wrong=0))
-                count["good" if good else "wrong"] += 1
+                count[outcome] += 1
                 count["slowest_seconds"] = max(count["slowest_seconds"], math.ceil(seconds))
     print(json.dumps(counts, indent=2))
     return 1 if any(count["wrong"] for count in counts.values()) else 0
@@ -268,7 +311,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Runs that lose a rank at random moments")
     parser.add_argument("--targets", nargs="+", default=["cpu:2x1", "cpu:4x1", "ascend-cpu:2"])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--cases", nargs="+", choices=(*CASES, *HOST_CASES), default=CASES)
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--first", type=int, default=0, help="number of the first trial")
     parser.add_argument("--parallel", type=int, default=1, help="trials at a time")

@@ -45,9 +45,14 @@ class Machine:
         return int(hosts) * int(each or 1)
 
     @property
+    def ranks_per_process(self) -> int:
+        """MindSpore ranks of each of several processes."""
+        return self.devices // self.processes if self.is_ascend and self.processes > 1 else 1
+
+    @property
     def words(self) -> list[str]:
-        """Options of the command; weights are sharded, so that every rank writes checkpoints."""
-        axis = "data" if self.is_ascend else "fsdp"
+        """Options of the command; weights are sharded, so that every process writes checkpoints."""
+        axis = "data" if self.is_ascend and self.processes == 1 else "fsdp"
         mesh = ["--set", "program.mesh.data=1", "--set", f"program.mesh.{axis}={self.devices}"]
         return ["--target", self.target, *mesh]
 
@@ -203,10 +208,15 @@ def _children(parent: int) -> list[str]:
 
 
 def exists(pid: int) -> bool:
+    return state(pid) not in ("", "Z")
+
+
+def state(pid: int) -> str:
+    """State of a process: R, S, T (stopped), Z (ended), ...; empty if there is none."""
     try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
 
 
 def healthy_start_seconds(trials: Trials, machine: Machine, words: Sequence[str]) -> float:

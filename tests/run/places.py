@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -60,6 +61,23 @@ STAGES = [
 # How lines of a run on stderr begin that are no messages.
 PROGRESS = "step ", "model: ", "batch: ", "data: ", "machine: ", "directory: "
 
+# The command, whose data loader never returns the sixth batch.
+BLOCKED_LOADER = """
+import sys, threading
+from graphtrain.data.batches import loader
+read, calls = loader.Loader.__next__, []
+
+def block(self):
+    calls.append(None)
+    if len(calls) == 6:
+        threading.Event().wait()
+    return read(self)
+
+loader.Loader.__next__ = block
+from graphtrain.cli import main
+main()
+"""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -111,3 +129,10 @@ def furnish(path: Path, corpus: Path) -> None:
     path.mkdir(exist_ok=True)
     (path / "config.toml").write_text(CONFIG)
     (path / "data").symlink_to(corpus)
+
+
+def meeting_address() -> str:
+    """An address for --coordinator."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"

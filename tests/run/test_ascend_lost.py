@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from places import PROGRESS, Place
+from places import BLOCKED_LOADER, PROGRESS, Place, meeting_address
 
 TWO = ["--target", "ascend-cpu:2", "--set", "program.mesh.data=2"]
 LONG = ["--set", "run.steps=100000", "--set", "run.save_every=100000"]
@@ -67,3 +67,26 @@ def test_a_rank_that_is_stopped_is_named_and_killed_and_the_others_write_their_s
 
 def test_sigterm_ends_a_run_with_a_stopped_rank(cold: Place):
     assert "rank 1 is stopped" in lose_a_rank(cold, signal.SIGSTOP, signal.SIGTERM)
+
+
+def test_a_process_whose_loader_blocks_is_named_when_the_collective_of_the_other_fails(
+    cold: Place, monkeypatch: pytest.MonkeyPatch
+):
+    # MindSpore's collective gives up long before the watchdog would speak.
+    monkeypatch.setenv("MS_CPU_COMM_OP_TIMEOUT", "5")
+    two = ["--target", "ascend-cpu:2x1", "--set", "program.mesh.data=2"]
+    cold.command("compile", "config.toml", *two)
+    options = ["--coordinator", meeting_address(), "--processes", "2", "--rank"]
+    both = [
+        cold.start_python(*start, "run", "config.toml", *two, *LONG[:4], *options, str(rank))
+        for rank, start in enumerate((["-m", "graphtrain"], ["-c", BLOCKED_LOADER]))
+    ]
+    for process in both:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == LOST, err
+        (message,) = [line for line in err.splitlines() if not line.startswith(PROGRESS)]
+        assert "rank 1 is behind, stalled in step 6: waiting for the data loader" in message
+        assert "MindSpore" not in message and "AllReduce" not in message
+    for rank in (0, 1):
+        stacks = (cold.path / f"run/stacks/rank-{rank}.txt").read_text()
+        assert "most recent call first" in stacks

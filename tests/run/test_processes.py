@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import cast
 
 import numpy as np
 import pytest
-from places import CUBE, PROGRESS, Place
+from places import BLOCKED_LOADER, CUBE, PROGRESS, Place, meeting_address
 
 from graphtrain.data.indexed.description import DatasetDescription
 from graphtrain.data.indexed.writer import IndexedWriter
@@ -32,12 +31,6 @@ def compiled_for_two(compiled, tmp_path_factory, corpus) -> Place:
     place = Place(path, compiled)
     place.command("compile", "config.toml", *TWO)
     return place
-
-
-def meeting_address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def ranks(
@@ -117,23 +110,6 @@ LONG = ["--set", "run.steps=100000", "--set", "run.save_every=100000"]
 # Shorter than the default of a minute, to notice a hang sooner.
 LONG += ["--set", "run.watchdog.step_timeout=6.0"]
 LOST = 75  # status of a run that lost a rank
-
-BLOCKED_LOADER = """
-import sys, threading
-from graphtrain.data.batches import loader
-read, calls = loader.Loader.__next__, []
-
-def block(self):
-    calls.append(None)
-    if len(calls) == 6:
-        threading.Event().wait()
-    return read(self)
-
-loader.Loader.__next__ = block
-from graphtrain.cli import main
-main()
-"""
-
 
 FAILING_LOADER = BLOCKED_LOADER.replace(
     "threading.Event().wait()",
@@ -386,7 +362,7 @@ def test_executables_that_differ_stop_both_before_they_compute(
     assert statuses == [2, 2], told
     for one in told:
         assert (
-            "ranks 0 and ranks 1 found different executables of init: the same key was "
+            "rank 0 and rank 1 found different executables of init: the same key was "
             "compiled twice" in one
         )
     assert not os.path.exists(place.path / "run" / "metrics.jsonl")
