@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 # First: importing a module of this folder would bind the name `compile` to the folder, later.
 import graphtrain.compile  # noqa: F401
 from graphtrain.api.configuration import load_config
-from graphtrain.api.evaluation import evaluate_tasks
+from graphtrain.api.evaluation import evaluate_steps, evaluate_tasks
 from graphtrain.api.generation import generate, generate_batch
 from graphtrain.api.programs import compile, plan
 from graphtrain.api.runs import evaluate, metrics, train
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from graphtrain.run.callbacks import Callback
     from graphtrain.run.evaluate import Evaluation
     from graphtrain.run.evaluation.task_results import TaskResults
+    from graphtrain.run.evaluation_curve import EvaluationCurve
     from graphtrain.run.events import RunStart, RunSummary
     from graphtrain.run.generate import Generation
     from graphtrain.run.metric_columns import Metrics
@@ -49,6 +50,7 @@ _TYPES = {
     "Config": "graphtrain.config.schema",
     "Continuation": "graphtrain.run.batch_generation",
     "Evaluation": "graphtrain.run.evaluate",
+    "EvaluationCurve": "graphtrain.run.evaluation_curve",
     "Generation": "graphtrain.run.generate",
     "Metrics": "graphtrain.run.metric_columns",
     "RunStart": "graphtrain.run.events",
@@ -67,6 +69,7 @@ __all__ = [
     "Config",
     "Continuation",
     "Evaluation",
+    "EvaluationCurve",
     "Generation",
     "Metrics",
     "RunStart",
@@ -78,6 +81,7 @@ __all__ = [
     "compile",
     "errors",
     "evaluate",
+    "evaluate_steps",
     "evaluate_tasks",
     "generate",
     "generate_batch",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from graphtrain.api.checks.purpose import SERVE
 from graphtrain.api.configuration import Settings, checked_config, open_cache
@@ -13,8 +14,11 @@ from graphtrain.api.configuration import Settings, checked_config, open_cache
 if TYPE_CHECKING:
     from graphtrain.api.configuration import Source
     from graphtrain.checkpoints.steps import StepName
+    from graphtrain.config.schema import Config
     from graphtrain.run.evaluation.harness_model import TextFormat
     from graphtrain.run.evaluation.task_results import TaskResults
+    from graphtrain.run.evaluation_curve import EvaluationCurve
+    from graphtrain.run.serving.engine import CompiledEngine
     from graphtrain.run.serving.row_engine import RowEngine
 
 _COMPILE = "graphtrain compile CONFIG --for evaluate"
@@ -22,6 +26,10 @@ _COMPILE = "graphtrain compile CONFIG --for evaluate"
 
 def _ignore_progress(kind: str, finished: int, count: int) -> None:
     """Ignore the progress of an evaluation."""
+
+
+def _ignore_step(step: int) -> None:
+    """Ignore which step is evaluated."""
 
 
 def evaluate_tasks(
@@ -72,36 +80,17 @@ def evaluate_tasks(
         MissingProgram: a program is not compiled.
         UserError: something else that the user can change; its text says what.
     """
-    from lowering.machine.extras import optional_import
-
-    config = checked_config(run, SERVE, set=set, target=target).config
-    with optional_import("an evaluation of tasks"):
-        from graphtrain.run.evaluation.evaluate_tasks import evaluate_tasks as evaluate
-        from graphtrain.run.evaluation.loaded_tasks import TaskSettings
     from graphtrain.checkpoints.steps import named_step
-    from graphtrain.config.resolve import resolve
-    from graphtrain.run.evaluation.model_identity import identity_digest, model_identity
-    from graphtrain.run.evaluation.text_format import open_text_format
-    from graphtrain.run.serving.engine import open_engine
     from graphtrain.run.serving.weights import check_step
 
-    directory, program = Path(config.run.directory), resolve(config.program)
-    chosen = named_step(directory / "checkpoints", step)
-    check_step(config.run, chosen)
-    text = open_text_format(config, chat_template if apply_chat_template else None, bos)
-
-    def open_model() -> tuple[RowEngine, TextFormat]:
-        engine = open_engine(
-            program,
-            config.run,
-            open_cache(cache),
-            step=chosen,
-            compile_hint=compile_hint,
-            vocab=text.tokenizer.vocab,
-            purpose="evaluate",
-        )
-        return engine, text
-
+    model = _Model.of(
+        run, chat_template if apply_chat_template else None, bos, target, set, cache, compile_hint
+    )
+    with _lm_eval():
+        from graphtrain.run.evaluation.evaluate_tasks import evaluate_tasks as evaluate
+        from graphtrain.run.evaluation.loaded_tasks import TaskSettings
+    chosen = named_step(model.checkpoints, step)
+    check_step(model.config.run, chosen)
     settings = TaskSettings(
         tasks=tuple(tasks),
         data=None if data is None else Path(data),
@@ -109,6 +98,194 @@ def evaluate_tasks(
         fewshot=fewshot,
         allow_code=allow_code,
     )
-    identity = model_identity(program, config.run, chosen, text.tokenizer.digest)
-    journal = directory / "evaluation" / f"{identity_digest(identity)}.jsonl"
-    return evaluate(settings, open_model, identity, journal, on_progress)
+    return evaluate(settings, lambda: model.open(chosen), *model.identity(chosen), on_progress)
+
+
+def evaluate_steps(
+    run: Source,
+    tasks: Sequence[str] = (),
+    *,
+    steps: Literal["all"] | Sequence[int] = "all",
+    data: str | os.PathLike[str] | None = None,
+    limit: int | None = None,
+    fewshot: int | None = None,
+    apply_chat_template: bool = False,
+    chat_template: str = "own",
+    allow_code: bool = False,
+    bos: bool | None = None,
+    target: str | None = None,
+    set: Settings = (),
+    cache: str | os.PathLike[str] | None = None,
+    compile_hint: str = _COMPILE,
+    on_progress: Callable[[str, int, int], None] = _ignore_progress,
+    on_step: Callable[[int], None] = _ignore_step,
+) -> EvaluationCurve:
+    """Evaluate the checkpoints of a run on tasks, or without tasks measure their validation loss.
+
+    The arguments are those of `evaluate_tasks`, and:
+
+    Args:
+        run: Directory or summary of a run, or its configuration in any form.
+        tasks: Names of tasks, groups and tags of lm-eval, and paths of task files; none: the mean
+            loss on the validation set.
+        steps: Steps of the checkpoints, or "all".
+        data: Directory with TASK/SPLIT.jsonl or .parquet.
+        limit: Number of rows of each task.
+        fewshot: Number of examples in a prompt.
+        apply_chat_template: Whether prompts are conversations.
+        chat_template: Name of a built-in template, a file, or `own`.
+        allow_code: Whether to run code that the model writes, confined.
+        bos: Whether texts begin with the beginning-of-sequence token.
+        target: Machine to run on, in place of program.target.
+        set: Settings to change.
+        cache: Directory of compiled programs; None for $GRAPHTRAIN_CACHE, else ./cache.
+        compile_hint: What compiles missing programs, for the error message.
+        on_progress: Called with the kind of request, the number of those answered, and that of all.
+        on_step: Called with each step before it is evaluated.
+
+    Raises:
+        MissingProgram: a program is not compiled.
+        TrainingError: there are no checkpoints, or not all of these.
+        UserError: something else that the user can change; its text says what.
+    """
+    if not tasks:
+        return _losses_of_steps(run, steps, target, set, cache, compile_hint, on_step)
+    template = chat_template if apply_chat_template else None
+    model = _Model.of(run, template, bos, target, set, cache, compile_hint)
+    with _lm_eval():
+        from graphtrain.run.evaluation.evaluate_tasks import evaluate_steps as evaluate
+        from graphtrain.run.evaluation.loaded_tasks import TaskSettings
+    settings = TaskSettings(
+        tasks=tuple(tasks),
+        data=None if data is None else Path(data),
+        limit=limit,
+        fewshot=fewshot,
+        allow_code=allow_code,
+    )
+
+    def open_step(step: int) -> tuple[RowEngine, TextFormat]:
+        on_step(step)
+        return model.open(step)
+
+    chosen = _steps_of(model.checkpoints, steps)
+    return evaluate(settings, chosen, open_step, model.identity, on_progress)
+
+
+def _losses_of_steps(
+    run: Source,
+    steps: Literal["all"] | Sequence[int],
+    target: str | None,
+    set: Settings,
+    cache: str | os.PathLike[str] | None,
+    compile_hint: str,
+    on_step: Callable[[int], None],
+) -> EvaluationCurve:
+    """Return the validation loss of checkpoints."""
+    from graphtrain.api.checks.purpose import evaluation_purpose
+    from graphtrain.config.resolve import resolve
+    from graphtrain.run.evaluate import checkpoint_loss
+    from graphtrain.run.evaluation_curve import EvaluationCurve
+    from graphtrain.run.processes import join_run
+
+    config = checked_config(run, evaluation_purpose(bigram=False), set=set, target=target).config
+    program, losses = resolve(config.program), {}
+    join_run(program.target, config.run.watchdog, None, None, None)
+    for step in _steps_of(Path(config.run.directory) / "checkpoints", steps):
+        on_step(step)
+        result = checkpoint_loss(
+            program, config.run, open_cache(cache), compile_hint=compile_hint, step=step
+        )
+        losses[step] = result.validation_loss
+    return EvaluationCurve({"validation_loss": losses})
+
+
+def _steps_of(checkpoints: Path, steps: Literal["all"] | Sequence[int]) -> list[int]:
+    """Return the steps to evaluate, oldest first.
+
+    Raises:
+        TrainingError: there are no checkpoints, or not all of these.
+    """
+    from graphtrain.checkpoints.steps import saved_steps
+    from graphtrain.errors import TrainingError
+
+    saved = saved_steps(checkpoints)
+    if not saved:
+        raise TrainingError(f"no checkpoints in {checkpoints}; without --steps, the weights that "
+                            "the run would start from are evaluated")  # fmt: skip
+    if steps == "all":
+        return saved
+    if missing := sorted({*steps} - {*saved}):
+        raise TrainingError(
+            f"no checkpoint of step {', '.join(map(str, missing))} in {checkpoints}; available "
+            f"steps: {', '.join(map(str, saved))}"
+        )
+    return sorted({*steps})
+
+
+def _lm_eval() -> AbstractContextManager[None]:
+    from lowering.machine.extras import optional_import
+
+    return optional_import("an evaluation of tasks")
+
+
+class _Model:
+    """Run that is evaluated on tasks: how its prompts are read, and its weights are loaded."""
+
+    def __init__(
+        self,
+        config: Config,
+        text: TextFormat,
+        cache: str | os.PathLike[str] | None,
+        compile_hint: str,
+    ) -> None:
+        from graphtrain.config.resolve import resolve
+
+        self.config, self._text = config, text
+        self.checkpoints = Path(config.run.directory) / "checkpoints"
+        self._program, self._cache, self._hint = resolve(config.program), cache, compile_hint
+        self._engine: CompiledEngine | None = None
+
+    @classmethod
+    def of(
+        cls,
+        run: Source,
+        chat_template: str | None,
+        bos: bool | None,
+        target: str | None,
+        settings: Settings,
+        cache: str | os.PathLike[str] | None,
+        compile_hint: str,
+    ) -> _Model:
+        """Check a run and open its tokenizer."""
+        config = checked_config(run, SERVE, set=settings, target=target).config
+        with _lm_eval():
+            from graphtrain.run.evaluation.text_format import open_text_format
+        return cls(config, open_text_format(config, chat_template, bos), cache, compile_hint)
+
+    def open(self, step: int | None) -> tuple[CompiledEngine, TextFormat]:
+        """Return the model with the weights of a step; those of the step before are lost."""
+        from graphtrain.run.serving.engine import load_checkpoint, open_engine
+
+        if self._engine is not None:
+            assert step is not None
+            load_checkpoint(self._engine, self._program, self.config.run, step)
+            return self._engine, self._text
+        self._engine = open_engine(
+            self._program,
+            self.config.run,
+            open_cache(self._cache),
+            step=step,
+            compile_hint=self._hint,
+            vocab=self._text.tokenizer.vocab,
+            purpose="evaluate",
+        )
+        return self._engine, self._text
+
+    def identity(self, step: int | None) -> tuple[dict[str, Any], Path]:
+        """Return the identity of the model of a step, and the file of its answers."""
+        from graphtrain.run.evaluation.model_identity import identity_digest, model_identity
+
+        digest = self._text.tokenizer.digest
+        identity = model_identity(self._program, self.config.run, step, digest)
+        folder = Path(self.config.run.directory) / "evaluation"
+        return identity, folder / f"{identity_digest(identity)}.jsonl"

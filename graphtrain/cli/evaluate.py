@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -34,6 +34,21 @@ _TASK_OPTIONS = (
     "allow_code", "bos",
 )  # fmt: skip
 _LOSS_OPTIONS = ("bigram", "coordinator", "count", "rank")
+_NOT_OF_CURVES = ("step", "samples", "report", *_LOSS_OPTIONS)
+
+
+class _Steps(click.ParamType):
+    """`all`, or steps separated by commas."""
+
+    name = "steps"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> "str | list[int]":
+        if value == "all" or isinstance(value, list):
+            return value
+        words = [word.strip() for word in value.split(",")]
+        if not all(word.isascii() and word.isdecimal() for word in words):
+            self.fail(f"{value!r} is neither all nor steps separated by commas", param, ctx)
+        return [int(word) for word in words]
 
 
 def task_options(command: Callable) -> Callable:
@@ -101,6 +116,18 @@ def task_options(command: Callable) -> Callable:
     is_flag=True,
     help="Also measure a bigram model of the training data, with add-one smoothing.",
 )
+@click.option(
+    "--steps",
+    type=_Steps(),
+    metavar="all|N,N",
+    help="Evaluate all checkpoints, or those of these steps, and show the curve.",
+)
+@click.option(
+    "--plot",
+    type=LocalPath(),
+    metavar="FILE",
+    help="With --steps, draw the curve into FILE, a .svg or .png.",
+)
 @json_option
 def command(
     config: Path,
@@ -109,6 +136,8 @@ def command(
     overrides: Sequence[str],
     cache: Path,
     step: "StepName",
+    steps: "Literal['all'] | list[int] | None",
+    plot: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -120,11 +149,19 @@ def command(
     With --tasks, evaluates it on tasks of lm-eval instead, offline, with local data. Nothing is
     traced or compiled: a missing program is an error (status 3). Answers are kept in the run's
     directory, so that the same command resumes an evaluation that was interrupted.
+
+    With --steps, evaluates several checkpoints, and shows the curve.
     """
-    _check_options(with_tasks=tasks is not None)
+    _check_options(with_tasks=tasks is not None, with_steps=steps is not None)
     hint = compile_hint(config, target, overrides, cache)
+    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    if steps is not None:
+        given = {name: options[name] for name in _TASK_OPTIONS if name not in _NOT_OF_CURVES}
+        given |= {"steps": steps, "cache": cache, "set": overrides, "target": target}
+        hint += " --for evaluate" if names else ""
+        _evaluate_steps(config, names, plot, given | {"compile_hint": hint}, as_json=as_json)
+        return
     if tasks is not None:
-        names = [name.strip() for name in tasks.split(",") if name.strip()]
         files = {f"--{name}": options[name] for name in ("samples", "report")}
         checked = check(config, overrides, target, SERVE, outputs=files)
         given = {name: options[name] for name in _TASK_OPTIONS if f"--{name}" not in files}
@@ -150,6 +187,39 @@ def command(
     )
     if is_rank_zero():
         _print_loss(result, as_json=as_json)
+
+
+def _evaluate_steps(
+    config: Path, tasks: Sequence[str], plot: Path | None, options: dict[str, Any], *, as_json: bool
+) -> None:
+    """Evaluate checkpoints; print the curve, and draw it into a file."""
+    from graphtrain.api.evaluation import evaluate_steps
+    from graphtrain.files import atomic_write, output_exists
+
+    kind = plot and plot.suffix.lower().removeprefix(".")
+    if kind not in (None, "svg", "png"):
+        raise click.UsageError(f"--plot {plot}: the name has to end in .svg or .png")
+    if plot is not None and plot.exists():
+        raise output_exists(plot)
+    if plot is not None:
+        from graphtrain.planning.page import require_charts
+
+        require_charts("--plot")
+
+    def announce(step: int) -> None:
+        say(f"step {step}")
+
+    with _progress() as on_progress:
+        curve = evaluate_steps(config, tasks, on_progress=on_progress, on_step=announce, **options)
+    if plot is not None:
+        with atomic_write(plot) as file:
+            file.write(curve.picture(kind or "svg"))
+    if as_json:
+        click.echo(curve.json())
+        return
+    click.echo(curve.table())
+    if len(curve.steps) > 1:
+        click.echo(curve.chart())
 
 
 def _print_loss(result: Any, *, as_json: bool) -> None:
@@ -223,16 +293,21 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         yield update
 
 
-def _check_options(*, with_tasks: bool) -> None:
-    """Refuse options of the other kind of evaluation."""
+def _check_options(*, with_tasks: bool, with_steps: bool) -> None:
+    """Refuse options of another kind of evaluation."""
     context = click.get_current_context()
     default = click.core.ParameterSource.DEFAULT
     environment = click.core.ParameterSource.ENVIRONMENT
     refused = _LOSS_OPTIONS if with_tasks else _TASK_OPTIONS
     for parameter in context.command.params:
-        name = parameter.name or ""
-        if name in refused and context.get_parameter_source(name) not in (default, environment):
-            word = parameter.opts[0]
+        name, word = parameter.name or "", parameter.opts[0]
+        if context.get_parameter_source(name) in (default, environment):
+            continue
+        if with_steps and name in _NOT_OF_CURVES:
+            raise click.UsageError(f"--steps leaves {word} without effect")
+        if not with_steps and name == "plot":
+            raise click.UsageError("--plot needs --steps")
+        if name in refused:
             raise click.UsageError(
                 f"--tasks leaves {word} without effect" if with_tasks else f"{word} needs --tasks"
             )

@@ -108,10 +108,10 @@ def _pipeline(program: ResolvedProgram) -> dict[str, Any] | None:
     }
 
 
-def require_charts() -> None:
-    """Raise MissingExtra if vl-convert is not installed, which draws the charts of the page."""
+def require_charts(purpose: str = "the HTML page") -> None:
+    """Raise MissingExtra if vl-convert is not installed, which draws charts."""
     if util.find_spec("vl_convert") is None:
-        raise missing_extra("vl_convert", "the HTML page")
+        raise missing_extra("vl_convert", purpose)
 
 
 def _vega_lite() -> str:

@@ -16,7 +16,7 @@ SMALL = [
 EVERY = ["--set", "run.steps=4", "--set", "run.evaluate_every=4"]
 TASKS = [
     "--set", 'run.tasks.names=["boolq"]', "--set", 'run.tasks.data="tasks"',
-    "--set", "run.tasks.every=2",
+    "--set", "run.tasks.every=2", "--set", "run.save_every=2",
 ]  # fmt: skip
 
 
@@ -50,6 +50,22 @@ def test_a_run_is_the_same_with_tasks_and_repeats_scores_that_were_given_up(aske
     out, _ = asked.command("evaluate", "run", "--tasks", "boolq", "--data", "tasks", "--json")
     result = json.loads(out)["results"]["boolq"]
     assert scores(asked)[-1] == (4, pytest.approx(result["acc,none"]))
+
+    words_of_curve = ["evaluate", "run", "--steps", "all", "--json"]
+    of_tasks = ["--tasks", "boolq", "--data", "tasks", "--plot", "curve.svg"]
+    out, err = asked.command(*words_of_curve, *of_tasks)
+    curve = [(one["step"], one["metrics"]["boolq/acc"]) for one in json.loads(out)]
+    assert curve == [(step, pytest.approx(score)) for step, score in scores(asked)]
+    assert err.count("step 2") == 1 and "answers of an earlier evaluation" not in err
+    assert b"boolq/acc" in (asked.path / "curve.svg").read_bytes()
+    out, _ = asked.command(*words_of_curve)
+    losses = {one["step"]: one["metrics"]["validation_loss"] for one in json.loads(out)}
+    (recorded,) = (one["validation_loss"] for one in whole if "validation_loss" in one)
+    assert losses.keys() == {2, 4} and losses[4] == pytest.approx(recorded)
+    out, _ = asked.command("evaluate", "run", "--steps", "2,4")
+    assert out.splitlines()[0].split() == ["step", "validation_loss"] and "┤" in out
+    _, err = asked.command("evaluate", "run", "--steps", "3", status=2)
+    assert "no checkpoint of step 3 in run/checkpoints; available steps: 2, 4" in err
 
     # As of a run that a signal ended in the last evaluation.
     file = asked.path / "run" / "metrics.jsonl"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 from graphtrain.run.evaluation.answer_journal import AnswerJournal
 from graphtrain.run.evaluation.harness_model import EngineModel, Progress, TextFormat
 from graphtrain.run.evaluation.loaded_tasks import RANDOM_SEED, SEED, LoadedTasks, TaskSettings
-from graphtrain.run.evaluation.task_results import TaskResults
+from graphtrain.run.evaluation.task_results import TaskResults, metric_values
+from graphtrain.run.evaluation_curve import EvaluationCurve
 from graphtrain.run.serving.row_engine import RowEngine
 
 
@@ -43,6 +44,43 @@ def evaluate_tasks(
         tasks = LoadedTasks(settings, Path(scratch))
         engine, text = open_model()
         return evaluate_loaded(tasks, engine, text, identity, journal_path, progress)
+
+
+def evaluate_steps(
+    settings: TaskSettings,
+    steps: Sequence[int],
+    open_step: Callable[[int], tuple[RowEngine, TextFormat]],
+    identify: Callable[[int], tuple[dict[str, Any], Path]],
+    progress: Progress,
+) -> EvaluationCurve:
+    """Evaluate checkpoints, one after the other, on the same requests.
+
+    Args:
+        settings: What is evaluated.
+        steps: Steps of the checkpoints.
+        open_step: Returns the model with the weights of a step; that of the step before is lost.
+        identify: Returns the identity of the model of a step, and the file of its answers.
+        progress: Called as requests are answered.
+
+    Raises:
+        DataError: a task, a file or a field is missing.
+        MissingProgram: a program is not compiled.
+        UserError: something else that the user can change.
+    """
+    values: dict[str, dict[int, float]] = {}
+    errors: dict[str, dict[int, float]] = {}
+    members: set[str] = set()
+    with tempfile.TemporaryDirectory(
+        prefix="graphtrain-tasks-", ignore_cleanup_errors=True
+    ) as scratch:
+        tasks = LoadedTasks(settings, Path(scratch))
+        for step in steps:
+            document = evaluate_loaded(tasks, *open_step(step), *identify(step), progress).document
+            for table, are_errors in ((values, False), (errors, True)):
+                for name, value in metric_values(document["results"], errors=are_errors).items():
+                    table.setdefault(name, {})[step] = value
+            members.update(*document.get("group_subtasks", {}).values())
+    return EvaluationCurve(values, errors, frozenset(members))
 
 
 def evaluate_loaded(

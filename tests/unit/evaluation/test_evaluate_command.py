@@ -13,6 +13,12 @@ from graphtrain.cli.evaluate import command
         (["--allow-code"], "--allow-code needs --tasks"),
         (["--tasks", "boolq", "--bigram"], "--tasks leaves --bigram without effect"),
         (["--tasks", "boolq", "--rank", "0"], "--tasks leaves --rank without effect"),
+        (["--steps", "all", "--step", "3"], "--steps leaves --step without effect"),
+        (["--steps", "all", "--tasks", "a", "--samples", "s"], "--steps leaves --samples without"),
+        (["--steps", "all", "--limit", "3"], "--limit needs --tasks"),
+        (["--steps", "1,x"], "'1,x' is neither all nor steps separated by commas"),
+        (["--steps", "all", "--plot", "a.pdf"], "a.pdf: the name has to end in .svg or .png"),
+        (["--plot", "a.svg"], "--plot needs --steps"),
     ],
 )
 def test_an_option_without_effect_is_refused(words, message, tmp_path):
