@@ -139,7 +139,10 @@ def _batch(settings: Settings) -> str:
 
 def _optimizer(settings: Settings) -> str:
     custom = settings.get("optimizer.custom.name")
-    return str(custom) if custom else "AdamW" if "optimizer.beta1" in settings else ""
+    if custom or "optimizer.beta1" not in settings:
+        return str(custom or "")
+    kind = str(settings.get("optimizer.kind", "adamw"))
+    return "AdamW" if kind == "adamw" else kind.replace("_", "-")
 
 
 def _loss(settings: Settings) -> str:

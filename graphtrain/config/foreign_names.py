@@ -131,6 +131,11 @@ NAMES_OF = {
     "program.batch.cross_document_attention": (
         "documents reset_attention_mask document_mask eod_mask_loss reset_position_ids"
     ),
+    "program.optimizer.kind": "opt_type optim optimizer_type optimizer_name optimizer_class",
+    "program.optimizer.momentum": "muon_momentum muon_beta sgd_momentum",
+    "program.optimizer.nesterov": "muon_use_nesterov use_nesterov",
+    "program.optimizer.newton_schulz_steps": "muon_num_ns_steps ns_steps muon_ns_steps",
+    "program.optimizer.consistent_rms": "muon_consistent_rms muon_extra_scale_factor rms_scale",
     "program.optimizer.beta1": "adam_beta1 adam_b1",
     "program.optimizer.beta2": "adam_beta2 adam_b2",
     "program.optimizer.epsilon": "adam_epsilon adam_eps eps",

@@ -70,6 +70,9 @@ EXECUTION = frozenset(
     }
 )
 
+# Settings that older checkpoints do not name, with the value that they had then.
+ADDED = {"program.optimizer.kind": "adamw"}
+
 
 def classes_of(path: KeyPath) -> set[str]:
     """Return the classes that name a setting or, if none does, the nearest table around it."""

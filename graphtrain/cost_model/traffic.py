@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.activation_traffic import activation_collectives
+from graphtrain.cost_model.update_traffic import update_collectives
 from graphtrain.cost_model.weight_traffic import weight_collectives
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from lowering.hlo.collectives import Collective
@@ -26,7 +27,11 @@ def predict_collectives(
     """
     if weights is None:
         weights = shard_weights(program)
-    collectives = [*weight_collectives(program, weights), *activation_collectives(program)]
+    collectives = [
+        *weight_collectives(program, weights),
+        *update_collectives(program, weights),
+        *activation_collectives(program),
+    ]
     return tuple(
         collective
         for collective in collectives

@@ -103,6 +103,8 @@ def _uses_of_head(passes: Passes, on_gpu: bool) -> int:
 def _updated(program: ResolvedProgram, weight: ShardedWeight) -> Iterator[Collective]:
     """Yield the all-gather of weights that were updated in smaller shards than they are stored.
 
+    Schedule-free also gathers the weights at which it takes the gradient.
+
     Where both split the same dimension, shards of the smaller and of the larger division are not on
     the same devices: they are permuted before the update and after it.
     """
@@ -110,7 +112,8 @@ def _updated(program: ResolvedProgram, weight: ShardedWeight) -> Iterator[Collec
     regathered = tuple(axis for axis in weight.optimizer if axis not in weight.stored)
     total = 4 * weight.used_of_a_layer(mesh) * layers_per_device(program, weight)
     gather = partial(collective, mesh=mesh, dtype="f32")
-    yield gather("all-gather", regathered, 1, total / mesh.size(gathered_axes(weight)))
+    count = 2 if program.optimizer.kind == "schedule_free" else 1
+    yield gather("all-gather", regathered, count, total / mesh.size(gathered_axes(weight)))
     if regathered and (shared := gathered_axes(weight)):
         axes = (*regathered, *shared)
         yield gather("collective-permute", axes, 2, total / mesh.size(axes))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.models.lora.trainable import CODES, SCALES, frozen_arrays, trained_arrays
+from graphtrain.models.optimizer_state import optimizer_arrays
 from graphtrain.models.shapes import parameter_arrays
 from sharding_rules.arrays import ArraySpec, Role
 from sharding_rules.axes import MESH_AXES
@@ -33,7 +34,7 @@ class ShardedWeight:
     optimizer: tuple[str, ...]  # in the optimizer update
     in_use: tuple[str, ...]  # in matrix products
     parameter_bytes: int  # per device
-    moment_bytes: int  # per device, of both moments
+    moment_bytes: int  # per device, of all optimizer state of the weight
     frozen: bool = False
 
     @property
@@ -109,21 +110,17 @@ def _shard_weight(path: str, spec: ArraySpec, program: ResolvedProgram) -> Shard
     rules, mesh = program.rules, program.mesh
     layout = make_layout(f"state/parameters/{path}", spec, rules, mesh)
     gradient = make_layout(f"gradient/{path}", replace(spec, role="gradient"), rules, mesh)
+    updated = make_layout(f"state/optimizer/{path}", replace(spec, role="optimizer"), rules, mesh)
     moments = [
-        make_layout(
-            f"state/optimizer/adam/{moment}/{path}",
-            replace(spec, role="optimizer", dtype=dtype),
-            rules,
-            mesh,
-        )
-        for moment, dtype in (("mu", program.optimizer.moment_dtype), ("nu", "float32"))
+        make_layout(f"state/optimizer/{name}", array, rules, mesh)
+        for name, array in optimizer_arrays({path: spec}, program.optimizer).items()
     ]
     return ShardedWeight(
         path=path,
         spec=spec,
         stored=_axes(layout),
         gradient=_axes(gradient),
-        optimizer=_axes(moments[0]),
+        optimizer=_axes(updated),
         in_use=axes_in_use(spec, rules, mesh),
         parameter_bytes=_bytes(layout, mesh),
         moment_bytes=sum(_bytes(moment, mesh) for moment in moments),

@@ -29,6 +29,7 @@ from graphtrain.graphs.objectives import (
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.optimizer import make_optimizer, moment_specs, pack, unpack
 from graphtrain.graphs.pipelined import pipelined_gradients, pipelined_loss
+from graphtrain.graphs.schedule_free import gradient_point
 from graphtrain.graphs.serving import serving_graph
 from graphtrain.models.attention.ring_order import to_ring_order
 from graphtrain.models.attention.segment_mask import isolate_documents
@@ -105,18 +106,19 @@ def _train(program: ResolvedProgram) -> Graph:
     state_specs, frozen_specs = state_specs_of(program), _frozen_input(program)
 
     def train(state: Tree, frozen: Tree | None, batch: Tree, learning_rate: jax.Array) -> Tree:
-        gradients, metrics = accumulate_gradients(program, state, batch, frozen)
+        gradients, metrics = accumulate_gradients(
+            program, _at_gradient_point(program, state, state_specs), batch, frozen
+        )
         # Update in the sharding of the optimizer state (ZeRO-1); only the result is resharded.
         gradients = constrain_tree(gradients, specs, "optimizer")
         parameters = constrain_tree(state["parameters"], specs, "optimizer")
         moments = to_device_memory(state["optimizer"], state_specs["optimizer"])
         updates, optimizer_state = optimizer.update(
-            gradients, unpack(moments, template), parameters
+            gradients, unpack(moments, template), parameters, learning_rate=learning_rate
         )
-        scaled = jax.tree.map(lambda update: -learning_rate * update, updates)
         return {
             "state": {
-                "parameters": optax.apply_updates(parameters, scaled),
+                "parameters": optax.apply_updates(parameters, updates),
                 "optimizer": pack(optimizer_state),
                 "step": state["step"] + 1,
                 "key": state["key"],
@@ -148,6 +150,18 @@ def _train(program: ResolvedProgram) -> Graph:
         },
         donated=("state",),
     )
+
+
+def _at_gradient_point(program: ResolvedProgram, state: Tree, specs: Tree) -> Tree:
+    """Return the state with the weights at which the gradient is taken."""
+    if program.optimizer.kind != "schedule_free":
+        return state
+    parameters = constrain_tree(state["parameters"], specs["parameters"], "optimizer")
+    part = state["optimizer"]["schedule_free"]["z"]
+    z = to_device_memory(part, specs["optimizer"]["schedule_free"]["z"])
+    at = gradient_point(program.optimizer, parameters, z)
+    # Where ZeRO splits z further than the weights, gather once and not in each pass of a layer.
+    return state | {"parameters": constrain_tree(at, specs["parameters"], "parameter")}
 
 
 def accumulate_gradients(
@@ -249,7 +263,7 @@ def state_specs_of(program: ResolvedProgram) -> Tree:
     template = jax.eval_shape(_optimizer(program).init, _shapes(parameters))
     return {
         "parameters": parameters,
-        "optimizer": moment_specs(template, flatten(parameters), program.optimizer.offload_to_host),
+        "optimizer": moment_specs(template, flatten(parameters), program.optimizer),
         "step": ArraySpec((), (), "int32", "optimizer"),
         "key": ArraySpec(_key_shape(program), (None,), "uint32", "optimizer"),
     }
@@ -262,8 +276,8 @@ def _key_shape(program: ResolvedProgram) -> tuple[int, ...]:
     return key.shape
 
 
-def _optimizer(program: ResolvedProgram) -> optax.GradientTransformation:
-    return make_optimizer(program.optimizer, parameter_specs_of(program))
+def _optimizer(program: ResolvedProgram) -> optax.GradientTransformationExtraArgs:
+    return make_optimizer(program.optimizer, parameter_specs_of(program), program.model.dtype)
 
 
 def _shapes(specs: Tree) -> Tree:

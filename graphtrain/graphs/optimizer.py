@@ -1,4 +1,4 @@
-"""AdamW or the user's optimizer, with its state as named arrays."""
+"""The optimizer of a kind, or of the user, with its state as named arrays."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,39 +10,99 @@ import optax
 from graphtrain.config.schema import Optimizer
 from graphtrain.config.user_code import UserCode
 from graphtrain.errors import ConfigError
+from graphtrain.graphs.adafactor import scale_by_adafactor
+from graphtrain.graphs.muon import scale_by_muon
+from graphtrain.graphs.schedule_free import schedule_free
+from graphtrain.models.matrices import is_hidden_matrix
+from graphtrain.models.optimizer_state import EMA, optimizer_arrays
 from lowering.trees import Tree, flatten, path_suffixes, unflatten
 from sharding_rules.arrays import ArraySpec
 
 
-def make_optimizer(optimizer: Optimizer, parameters: Tree) -> optax.GradientTransformation:
-    """Build clipping, Adam and decoupled weight decay, or clipping and the user's optimizer.
+def make_optimizer(
+    optimizer: Optimizer, parameters: Tree, dtype: str = "float32"
+) -> optax.GradientTransformationExtraArgs:
+    """Build the optimizer of a kind, or of the user, after clipping and before weight decay.
 
-    The updates still have to be multiplied by minus the learning rate.
+    Its updates are added to the parameters. The learning rate is an argument of `update`.
 
     Args:
         optimizer: Settings.
-        parameters: ArraySpecs of the parameters, which determine what is decayed.
+        parameters: ArraySpecs of the parameters, which determine what is decayed, and what is a
+            matrix.
+        dtype: Dtype in which the model computes, for Muon's products.
 
     Raises:
-        ConfigError: the user's optimizer cannot be made.
+        ConfigError: the user's optimizer cannot be made, or Muon has no matrices.
 
     Source: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101
     """
-    if (code := optimizer.user_code) is not None:
-        transforms = {"custom": _custom(code, optimizer.arguments), "steps": _count_steps()}
-    else:
-        adam = optax.scale_by_adam(
-            optimizer.beta1, optimizer.beta2, optimizer.epsilon, mu_dtype=optimizer.moment_dtype
-        )
-        transforms = {"adam": adam}
+    transforms: dict[str, optax.GradientTransformation] = {}
     if optimizer.clip_norm:
-        transforms = {"clip": _clip(optimizer.clip_norm)} | transforms
-    if optimizer.weight_decay and code is None:
-        decays = jax.tree.map(
-            lambda spec: optimizer.decay_mask == "all" or _is_matrix(spec), parameters
-        )
-        transforms["decay"] = optax.add_decayed_weights(optimizer.weight_decay, decays)
+        transforms["clip"] = _clip(optimizer.clip_norm)
+    decays = jax.tree.map(
+        lambda spec: optimizer.decay_mask == "all" or _is_matrix(spec), parameters
+    )
+    if optimizer.kind == "schedule_free":
+        transforms["schedule_free"] = schedule_free(optimizer, decays)
+    else:
+        transforms |= _directions(optimizer, parameters, dtype)
+        if optimizer.weight_decay and optimizer.custom is None:
+            transforms["decay"] = optax.add_decayed_weights(optimizer.weight_decay, decays)
+        transforms["rate"] = _descend()
+    if optimizer.ema_decay is not None:
+        transforms[EMA] = _average(optimizer.ema_decay)
     return optax.named_chain(*transforms.items())
+
+
+def _directions(
+    optimizer: Optimizer, parameters: Tree, dtype: str
+) -> dict[str, optax.GradientTransformation]:
+    """Return what turns gradients into directions, by its name in the state."""
+    if (code := optimizer.user_code) is not None:
+        return {"custom": _custom(code, optimizer.arguments), "steps": _count_steps()}
+    kind, beta1, beta2 = optimizer.kind, optimizer.beta1, optimizer.beta2
+    if kind == "lion":
+        return {"lion": optax.scale_by_lion(beta1, beta2, mu_dtype=optimizer.moment_dtype)}
+    if kind == "sgd":
+        return _sgd(optimizer)
+    if kind == "adafactor":
+        return {"adafactor": scale_by_adafactor(flatten(parameters))}
+    if kind == "muon":
+        specs = flatten(parameters)
+        if not any(map(is_hidden_matrix, specs.values())):
+            raise ConfigError(
+                'program.optimizer.kind = "muon": the model has no matrix whose axes have names, '
+                'apart from embeddings and the LM head; use kind = "adamw"'
+            )
+        return {"muon": scale_by_muon(optimizer, specs, dtype)}
+    adam = optax.scale_by_adam(beta1, beta2, optimizer.epsilon, mu_dtype=optimizer.moment_dtype)
+    return {"adam": adam}
+
+
+def _sgd(optimizer: Optimizer) -> dict[str, optax.GradientTransformation]:
+    if (decay := optimizer.momentum_or_default) == 0:
+        return {"steps": _count_steps()}
+    return {"sgd": optax.trace(decay, optimizer.nesterov_or_default, optimizer.moment_dtype)}
+
+
+def _descend() -> optax.GradientTransformationExtraArgs:
+    """Build the multiplication by minus the learning rate, an argument of `update`."""
+
+    def update(updates: Any, state: Any, params: Any = None, **given: Any) -> tuple[Any, Any]:
+        return jax.tree.map(lambda update: -given["learning_rate"] * update, updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def _average(decay: float) -> optax.GradientTransformation:
+    """Build the exponential moving average of the weights after each update."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:  # optax's names
+        new = optax.apply_updates(params, updates)
+        return updates, jax.tree.map(lambda old, one: old + (1 - decay) * (one - old), state, new)
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.copy, params), update)
 
 
 def _custom(code: UserCode, arguments: Mapping[str, Any]) -> optax.GradientTransformation:
@@ -103,24 +163,32 @@ def unpack(packed: Tree, template: Any) -> Any:
     return structure.unflatten([leaves_by_path[_path(keys)] for keys, _ in leaves])
 
 
-def moment_specs(template: Any, parameters: Mapping[str, ArraySpec], offload: bool = False) -> Tree:
+def moment_specs(template: Any, parameters: Mapping[str, ArraySpec], optimizer: Optimizer) -> Tree:
     """Return the ArraySpecs of packed optimizer state; moments have their parameter's array axes.
 
     Args:
         template: Optimizer state, as shapes.
         parameters: ArraySpecs of the parameters, by path.
-        offload: Whether moments are stored in the host's memory.
+        optimizer: Settings.
     """
+    known = {} if optimizer.custom else optimizer_arrays(parameters, optimizer)
     specs = {}
     for path, leaf in flatten(pack(template)).items():
-        parameter = next(
-            (parameters[tail] for tail in path_suffixes(path) if tail in parameters), None
-        )
-        fits = parameter is not None and parameter.shape == leaf.shape
-        axes = parameter.axes if parameter is not None and fits else (None,) * len(leaf.shape)
-        memory = "host" if fits and offload else "device"
-        specs[path] = ArraySpec(leaf.shape, axes, str(leaf.dtype), "optimizer", memory)
+        spec = known.get(path) or _like_parameter(path, leaf, parameters, optimizer)
+        assert spec.shape == leaf.shape and spec.dtype == str(leaf.dtype), path
+        specs[path] = spec
     return unflatten(specs)
+
+
+def _like_parameter(
+    path: str, leaf: Any, parameters: Mapping[str, ArraySpec], optimizer: Optimizer
+) -> ArraySpec:
+    """Return the spec of a counter, or of an array of the user's with the shape of a parameter."""
+    parameter = next((parameters[tail] for tail in path_suffixes(path) if tail in parameters), None)
+    fits = parameter is not None and parameter.shape == leaf.shape
+    axes = parameter.axes if parameter is not None and fits else (None,) * len(leaf.shape)
+    memory = "host" if fits and optimizer.offload_to_host else "device"
+    return ArraySpec(leaf.shape, axes, str(leaf.dtype), "optimizer", memory)
 
 
 def _path(keys: Any) -> str:

@@ -5,6 +5,7 @@ from functools import cache
 
 from graphtrain.config.schema import Model, Optimizer
 from graphtrain.models.flops import is_gated, norm_has_bias
+from graphtrain.models.optimizer_state import optimizer_arrays
 from sharding_rules.arrays import ArraySpec
 
 
@@ -33,15 +34,10 @@ def parameter_arrays(model: Model) -> dict[str, ArraySpec]:
 
 
 def state_arrays(parameters: Mapping[str, ArraySpec], optimizer: Optimizer) -> dict[str, ArraySpec]:
-    """Return the ArraySpecs of trained weights and their moments, by path as in a plan."""
-    memory = "host" if optimizer.offload_to_host else "device"
+    """Return the ArraySpecs of trained weights and optimizer state, by path as in a plan."""
     arrays = {f"state/parameters/{path}": spec for path, spec in parameters.items()}
-    for moment, dtype in (("mu", optimizer.moment_dtype), ("nu", "float32")):
-        for path, spec in parameters.items():
-            arrays[f"state/optimizer/adam/{moment}/{path}"] = ArraySpec(
-                spec.shape, spec.axes, dtype, "optimizer", memory
-            )
-    return arrays
+    state = optimizer_arrays(parameters, optimizer)
+    return arrays | {f"state/optimizer/{path}": spec for path, spec in state.items()}
 
 
 def _attention(model: Model) -> dict[str, ArraySpec]:

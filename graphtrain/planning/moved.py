@@ -7,12 +7,15 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from graphtrain.models.matrices import SCOPE, is_hidden_matrix
 from graphtrain.planning.scopes import Scope, scopes
 from lowering.hlo.collectives import Collective
 from sharding_rules.plan import Plan
 from sharding_rules.rules import Rules
 
-Kind = Literal["weights", "gradients", "updated weights", "activations", "scalars"]
+Kind = Literal[
+    "weights", "gradients", "updated weights", "matrices of Muon", "activations", "scalars"
+]
 
 PARAMETERS, FROZEN = "state/parameters/", "frozen/"
 
@@ -57,6 +60,8 @@ class ParameterIndex:
     def classify(self, collective: Collective) -> MovedArrays:
         """Classify the arrays that a collective moves."""
         name_scopes = scopes(collective.scope)
+        if f"/{SCOPE}/" in collective.scope:
+            return MovedArrays("matrices of Muon", self._hidden_matrices(), name_scopes)
         weights = tuple(path for path in collective.arrays if path in self.plan.layouts)
         weights = tuple(path for path in weights if path.startswith((PARAMETERS, FROZEN)))
         if weights:
@@ -80,6 +85,11 @@ class ParameterIndex:
         if phases != {"forward"} and len(of_weights) * 2 >= len(einsums):
             return MovedArrays("gradients", self._named(name_scopes, matching_paths), name_scopes)
         return MovedArrays("activations", (), name_scopes)
+
+    def _hidden_matrices(self) -> tuple[str, ...]:
+        layouts = self.plan.layouts
+        trained = (path for path in self.paths if path.startswith(PARAMETERS))
+        return tuple(path for path in trained if is_hidden_matrix(layouts[path].spec))
 
     def named(self, name: str) -> tuple[str, ...]:
         """Return the paths of parameters with this name as a component."""

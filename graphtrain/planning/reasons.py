@@ -66,6 +66,9 @@ class Reasons:
             return self._gradients(collective, moved, mesh_axis, op)
         if moved.kind == "updated weights":
             return self._updated(collective, moved, mesh_axis)
+        if moved.kind == "matrices of Muon":
+            tables = "parameters", "optimizer"  # else its devices divide the work of replicas
+            return self._resting(moved.paths, mesh_axis, tables) or self._tokens(mesh_axis)
         if moved.kind == "scalars":
             return self._tokens(mesh_axis) or self._resting(self.parameters.paths, mesh_axis)
         return self._activations(collective, moved, mesh_axis, op)

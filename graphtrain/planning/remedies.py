@@ -146,7 +146,7 @@ def _microbatches(program: ResolvedProgram) -> Iterator[Change]:
 
 
 def _optimizer(program: ResolvedProgram) -> Iterator[Change]:
-    if program.optimizer.moment_dtype == "float32" and program.optimizer.custom is None:
+    if program.optimizer.moment_dtype == "float32" and program.optimizer.has_moment_dtype:
         yield ("program.optimizer.moment_dtype=bfloat16",)
     if not program.optimizer.offload_to_host and program.target.platform != "cpu":
         yield ("program.optimizer.offload_to_host=true",)

@@ -14,7 +14,7 @@ from graphtrain.checkpoints.checkpoint import Checkpoints, RestoredState
 from graphtrain.checkpoints.info import CheckpointInfo, read_checkpoint_info
 from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files
 from graphtrain.checkpoints.steps import saved_steps
-from graphtrain.config.identity import differences, mathematics, say
+from graphtrain.config.identity import ADDED, differences, mathematics, say
 from graphtrain.config.schema import Config, Data, Run
 from graphtrain.data.indexed.dataset import dataset_paths
 from graphtrain.data.indexed.description import read_description
@@ -197,7 +197,7 @@ def check_identity(
 
 
 def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    changed = differences(saved, current)
+    changed = differences({**ADDED, **saved}, {**ADDED, **current})
     changed.pop(STEPS, None)
     return changed
 

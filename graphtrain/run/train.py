@@ -24,6 +24,7 @@ from graphtrain.config.schema import Config, Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown
 from graphtrain.graphs.names import purpose_while_training
 from graphtrain.models.lora.trainable import has_frozen_weights
+from graphtrain.models.optimizer_state import copies_of_weights
 from graphtrain.planning.parameters import ParameterCount, count_compiled_parameters
 from graphtrain.run.agreement import check_same_executables, on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement, index_share
@@ -309,8 +310,22 @@ def _load_initial_weights(
     # New LoRA adapters keep their random initialization.
     new = state["parameters"] if initial_weights.program.adapter is not None else None
     state.clear()
-    described = programs["train"].inputs("state")["parameters"]
-    return other_state | {"parameters": initial_weights.parameters(described, new)}
+    described = programs["train"].inputs("state")
+    parameters = initial_weights.parameters(described["parameters"], new)
+    for path in copies_of_weights(initial_weights.program.optimizer):
+        _load_copy(initial_weights, path, other_state, described)
+    return other_state | {"parameters": parameters}
+
+
+def _load_copy(initial_weights: InitialWeights, path: str, state: Tree, described: Tree) -> None:
+    """Replace a copy of the random weights, in the optimizer state, by the initial weights."""
+    *parents, name = path.split("/")
+    arrays, specs = state["optimizer"], described["optimizer"]
+    for parent in parents:
+        arrays, specs = arrays[parent], specs[parent]
+    new = arrays[name] if initial_weights.program.adapter is not None else None
+    arrays[name] = None  # frees the random weights
+    arrays[name] = initial_weights.parameters(specs[name], new)
 
 
 def _copy_hf_files(config: Config, initial_weights: InitialWeights | None) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -153,16 +154,16 @@ def shards_of(axis: str) -> int:
 
 
 def on_each_device(
-    function: Callable[..., jax.Array],
+    function: Callable[..., Any],
     inputs: Sequence[PartitionSpec | None],
-    output: PartitionSpec,
-) -> Callable[..., jax.Array]:
+    output: PartitionSpec | tuple[PartitionSpec, ...],
+) -> Callable[..., Any]:
     """Return a function that each device calls with its shards; the same one without a mesh.
 
     Args:
         function: Function of the shards of a device.
         inputs: How its arguments are split over the mesh; None for one that is None.
-        output: How its result is.
+        output: How its result is, or each of its results.
     """
     context = placement()
     if context is None:

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from graphtrain.cache.key import CacheKey
+from graphtrain.config.schema import Optimizer
 from graphtrain.graphs.optimizer import moment_specs
 from graphtrain.planning.diff import PlanChange, _without_matching_moments
 from lowering.hlo.collectives import read
@@ -24,7 +25,7 @@ def arrays(count: int) -> dict[str, ArraySpec]:
 def moments(count: int):
     shapes = {path: jax.ShapeDtypeStruct((8, 8), "float32") for path in arrays(count)}
     template, specs = {"adam": {"mu": unflatten(shapes)}}, arrays(count)
-    return lambda: moment_specs(template, specs)
+    return lambda: moment_specs(template, specs, Optimizer())
 
 
 def plan(count: int):

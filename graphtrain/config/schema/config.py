@@ -24,3 +24,9 @@ class Config:
             )
         if self.run.init_adapter_from is not None and adapter is None:
             raise ValueError("run.init_adapter_from needs a [program.adapter]; add one")
+        schedule = self.run.learning_rate.schedule
+        if self.program.optimizer.kind == "schedule_free" and schedule != "constant":
+            raise ValueError(
+                'program.optimizer.kind = "schedule_free" takes the place of a schedule, and '
+                f'run.learning_rate.schedule = "{schedule}"; set it to "constant" (a warm-up stays)'
+            )

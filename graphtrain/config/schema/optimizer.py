@@ -1,7 +1,7 @@
-"""[program.optimizer]: AdamW, or an optimizer of the user."""
+"""[program.optimizer]: the optimizer of a training step, by kind, or one of the user."""
 
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -11,46 +11,119 @@ from graphtrain.config.schema.types import (
     Fraction,
     NotNegativeFloat,
     Plain,
+    Positive,
     PositiveFloat,
 )
 from graphtrain.config.user_code import UserCode
 
-_OF_ADAMW = ("beta1", "beta2", "epsilon", "weight_decay", "decay_mask", "moment_dtype")
+Kind = Literal["adamw", "lion", "sgd", "adafactor", "muon", "schedule_free"]
+_DECAY = ("weight_decay", "decay_mask")
+_ADAM = ("beta1", "beta2", "epsilon")
+# Settings that each kind has, beside those of every kind.
+_OF_KIND: dict[str, tuple[str, ...]] = {
+    "adamw": (*_ADAM, *_DECAY, "moment_dtype"),
+    "lion": ("beta1", "beta2", *_DECAY, "moment_dtype"),
+    "sgd": ("momentum", "nesterov", *_DECAY, "moment_dtype"),
+    "adafactor": _DECAY,
+    "muon": (
+        *("momentum", "nesterov", "newton_schulz_steps", "consistent_rms"),
+        *(*_ADAM, *_DECAY, "moment_dtype"),
+    ),
+    "schedule_free": (*_ADAM, *_DECAY),
+}
+_ONLY_OF_KINDS = tuple(dict.fromkeys(name for names in _OF_KIND.values() for name in names))
+_MOMENTUM = {"muon": 0.95, "sgd": 0.9}
+_NESTEROV = {"muon": True, "sgd": False}
+_NEWTON_SCHULZ_STEPS = 5
+_CONSISTENT_RMS = 0.2
 _EMPTY: Any = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Optimizer:
-    """AdamW. The learning rate is an input of the step, set under [run.learning_rate].
+    """The optimizer. The learning rate is an input of the step, set under [run.learning_rate].
 
-    Source: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101
+    Settings of single kinds, other than AdamW's, are unset by default, so that checkpoints of
+    others do not name them.
     """
 
-    beta1: Fraction = 0.9  # decay rate of the first moment
-    beta2: Fraction = 0.95  # decay rate of the second moment
+    kind: Kind = "adamw"  # see docs/guides/optimizers.md
+    beta1: Fraction = 0.9  # decay rate of the first moment; schedule_free: weight of the average
+    beta2: Fraction = 0.95  # decay rate of the second moment; lion: of its only one
     epsilon: PositiveFloat = 1e-8  # added to the root of the second moment
     weight_decay: NotNegativeFloat = 0.1  # multiplied by the learning rate
     decay_mask: Literal["matrices", "all"] = "matrices"  # decayed weights; not norms and biases
     clip_norm: NotNegativeFloat = 1.0  # maximum global norm of the gradients; 0: no clipping
     offload_to_host: bool = False  # keep the moments in host memory, if the target supports it
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of the first moment
-    custom: str | None = None  # "file.py:name" that makes an optax optimizer, in place of AdamW
+    momentum: Fraction | None = None  # muon, sgd: its decay rate; unset: 0.95, 0.9
+    nesterov: bool | None = None  # muon, sgd: Nesterov's momentum; unset: true, false
+    newton_schulz_steps: Positive | None = None  # muon: iterations; unset: 5
+    consistent_rms: PositiveFloat | None = None  # muon: root mean square of updates; unset: 0.2
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # of averaged weights; unset: none
+    custom: str | None = None  # "file.py:name" that makes an optax optimizer, in place of kind
     arguments: dict[str, Plain] = _EMPTY  # arguments of custom
 
     def __post_init__(self) -> None:
         if self.custom is None:
             if self.arguments:
                 raise ValueError("arguments are those of custom; set custom too")
+            self._check_settings_of_kind()
             return
-        defaults = {field.name: field.default for field in fields(self)}
-        unused = [name for name in _OF_ADAMW if getattr(self, name) != defaults[name]]
-        if unused:
+        if self.kind != "adamw":
+            raise ValueError(f'custom takes the place of kind = "{self.kind}"; set one of them')
+        if unused := self._changed(_ONLY_OF_KINDS):
             raise ValueError(
                 f"{', '.join(unused)} is only for AdamW; with custom, pass it in arguments"
             )
 
+    def _check_settings_of_kind(self) -> None:
+        names = _OF_KIND[self.kind]
+        if unused := self._changed(name for name in _ONLY_OF_KINDS if name not in names):
+            kinds = [f'"{kind}"' for kind, of_kind in _OF_KIND.items() if unused[0] in of_kind]
+            raise ValueError(
+                f'{unused[0]} is not a setting of kind = "{self.kind}"; it is one of '
+                f"{', '.join(kinds)}"
+            )
+        if self.kind == "schedule_free":
+            if self.beta1 == 0:
+                raise ValueError('kind = "schedule_free" averages weights with beta1; raise it')
+            if self.ema_decay is not None:
+                raise ValueError(
+                    'kind = "schedule_free" trains averaged weights already; remove ema_decay'
+                )
+
+    def _changed(self, names: Any) -> list[str]:
+        defaults = {field.name: field.default for field in fields(self)}
+        return [name for name in names if getattr(self, name) != defaults[name]]
+
     def __hash__(self) -> int:
         return hash(repr(self))  # dictionaries are not hashable
+
+    @property
+    def has_moment_dtype(self) -> bool:
+        """Return whether the dtype of a first moment can be chosen."""
+        return self.custom is None and "moment_dtype" in _OF_KIND[self.kind]
+
+    @property
+    def momentum_or_default(self) -> float:
+        """Return the decay rate of the momentum of kinds that have one."""
+        return _MOMENTUM[self.kind] if self.momentum is None else self.momentum
+
+    @property
+    def nesterov_or_default(self) -> bool:
+        """Return whether kinds with momentum use Nesterov's."""
+        return _NESTEROV[self.kind] if self.nesterov is None else self.nesterov
+
+    @property
+    def newton_schulz_steps_or_default(self) -> int:
+        """Return the number of Muon's Newton-Schulz iterations."""
+        return self.newton_schulz_steps or _NEWTON_SCHULZ_STEPS
+
+    @property
+    def consistent_rms_or_default(self) -> float:
+        """Return the root mean square that Muon's updates have, whatever the matrix's shape."""
+        return self.consistent_rms or _CONSISTENT_RMS
 
     @property
     def user_code(self) -> UserCode | None:

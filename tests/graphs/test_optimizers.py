@@ -1,0 +1,108 @@
+"""Every kind of optimizer on every mesh: the state of one device, and what Muon sends."""
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Literal
+
+import jax
+import numpy as np
+import pytest
+from programs import CUBE, batch, loaded, lower, placed_inputs, program, state_of
+
+from graphtrain.config.resolve import resolve
+from graphtrain.config.schema import Batch, Mesh, Model, Optimizer, Program
+from graphtrain.cost_model.traffic import predict_collectives
+from graphtrain.planning.moved import ParameterIndex
+from graphtrain.planning.reasons import Reasons
+from lowering.hlo.collectives import Collective
+from lowering.trees import flatten
+from lowering.xla import backend as xla
+
+KINDS = {
+    "muon": Optimizer(kind="muon"),
+    "lion": Optimizer(kind="lion"),
+    "sgd": Optimizer(kind="sgd"),
+    "adafactor": Optimizer(kind="adafactor"),
+    "schedule_free": Optimizer(kind="schedule_free"),
+    "ema": Optimizer(ema_decay=0.9),
+}
+SIZES = Batch(global_batch_size=8, seq_len=16, microbatches=2)
+WIDE = Batch(global_batch_size=16, seq_len=16, microbatches=2)
+STAGES = {"target": "cpu:2", "mesh": Mesh(stage=2)}
+ZERO = {"target": "cpu:8", "mesh": Mesh(data=4, fsdp=2), "rules": ("zero1", "fsdp")}
+
+
+def after_steps(of):
+    """State after three steps from that of seed 0, on the host."""
+    train = loaded(of, "train")
+    state = placed_inputs(train, "state", state_of(of))
+    for step in range(3):
+        inputs = placed_inputs(train, "batch", batch(of, step))
+        state = train(state, inputs, np.float32(1e-2))["state"]
+    return flatten(jax.device_get(state))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh", [CUBE, STAGES], ids=["cube", "stages"])
+def test_state_equals_that_of_one_device(kind, mesh):
+    wanted = after_steps(program(optimizer=KINDS[kind], batch=SIZES))
+    found = after_steps(program(optimizer=KINDS[kind], batch=SIZES, **mesh))
+    assert found.keys() == wanted.keys()
+    for path, array in wanted.items():
+        np.testing.assert_allclose(found[path], array, rtol=1e-4, atol=3e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("kind", ["muon", "schedule_free"])
+def test_so_does_it_with_zero(kind):
+    """Matrices are split over two axes in one dimension, and some devices have none of them."""
+    wanted = after_steps(program(optimizer=KINDS[kind], batch=WIDE))
+    found = after_steps(program(optimizer=KINDS[kind], batch=WIDE, **ZERO))
+    for path, array in wanted.items():
+        np.testing.assert_allclose(found[path], array, rtol=1e-4, atol=3e-5, err_msg=path)
+
+
+MODEL = Model(layers=8, embed=1024, heads=8, mlp=4096, vocab=4096)
+SMALL = 100_000  # bytes: norms, and sums of the loss
+
+
+def for_h100(kind: Literal["muon", "adamw"], **settings) -> Program:
+    sizes = Batch(global_batch_size=64, seq_len=256)
+    optimizer = Optimizer(kind=kind)
+    return program(target="h100:8", model=MODEL, batch=sizes, optimizer=optimizer, **settings)
+
+
+def sent(found: Iterable[Collective], *ops: str) -> float:
+    return sum(one.wire_bytes_per_step for one in found if one.op in ops and one.bytes > SMALL)
+
+
+@pytest.mark.skipif(not find_spec("jax_plugins"), reason="no jax_plugins")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mesh": Mesh(fsdp=8), "rules": ("fsdp",)},
+        {"mesh": Mesh(fsdp=4, tensor=2), "rules": ("fsdp", "tensor")},
+    ],
+    ids=["fsdp", "fsdp-tensor"],
+)
+def test_muon_exchanges_shards_and_gathers_no_matrix(settings):
+    """As estimated, and with a rule as the reason of each; the same gathers as AdamW's."""
+    programs = {"muon": for_h100("muon", **settings), "adamw": for_h100("adamw", **settings)}
+    lowered = {kind: lower(of, "train") for kind, of in programs.items()}
+    records = {kind: xla.compile(each).record for kind, each in lowered.items()}
+    muon, adamw = (
+        [Collective.from_record(one) for one in records[kind]["collectives"]] for kind in records
+    )
+    added = [one for one in muon if "/muon/" in one.scope]
+    assert {one.op for one in added} == {"all-to-all"}
+    assert sent(muon, "all-gather") <= 1.01 * sent(adamw, "all-gather")
+    gradients = [one for one in adamw if one.dtype == "f32"]
+    assert sent(added, "all-to-all") <= 2 * sent(gradients, "reduce-scatter", "all-reduce")
+    estimated = [predict_collectives(resolve(of)) for of in programs.values()]
+    of_muon, of_adamw = (sent(each, "all-to-all") for each in estimated)
+    assert of_muon - of_adamw == pytest.approx(sent(added, "all-to-all"))
+    of = resolve(programs["muon"])
+    index = ParameterIndex(lowered["muon"].plan, of.rules)
+    for one in added:
+        moved = index.classify(one)
+        assert moved.kind == "matrices of Muon"
+        assert "parameters." in str(Reasons(of, index).find(one, moved, one.axes[0]))
