@@ -30,6 +30,7 @@ from graphtrain.config.resolve import layer_rows, resolve
 from graphtrain.config.run_record import CONFIG, RECORD, write_run_config
 from graphtrain.config.schema import Config
 from graphtrain.errors import PlanError, TrainingError
+from graphtrain.models.optimizer_state import EMA
 from lowering.trees import Tree, unflatten
 
 _CHUNK_BYTES = 64 << 20  # bytes of one chunk of an array on disk
@@ -53,6 +54,8 @@ def reshard(
     to: Path,
     progress: Callable[[int, int], None],
     step: int | None = None,
+    *,
+    averaged: bool = False,
 ) -> ReshardSummary:
     """Create a run directory for another program of the same model from one checkpoint of a run.
 
@@ -62,10 +65,11 @@ def reshard(
         to: A configuration, or a strategy written by `graphtrain plan --save-strategy`.
         progress: Called with the number of finished arrays and of all arrays.
         step: Step of the checkpoint; the last if None.
+        averaged: Whether the new run's weights are the moving average of the old one's.
 
     Raises:
-        TrainingError: there is no such checkpoint, it is damaged or of another model, or writing
-            failed.
+        TrainingError: there is no such checkpoint, it is damaged or of another model, it has no
+            averaged weights, or writing failed.
         WeightsError: the destination exists already.
     """
     check_directory(destination)
@@ -80,6 +84,7 @@ def reshard(
     info = read_checkpoint_info(source / "checkpoints", step)
     check_same_model(source / "checkpoints" / str(step), info, strategy.settings)
     source_arrays = _source_arrays(info, config)
+    of_weights = _averages(source, source_arrays) if averaged else {}
     target_arrays = _target_arrays(strategy)
     _check_same(
         source / "checkpoints" / str(step), to, info, source_arrays, strategy, target_arrays
@@ -94,9 +99,8 @@ def reshard(
         for finished, (path, array) in enumerate(sorted(target_arrays.items())):
             progress(finished, len(target_arrays))
             dtype = np.dtype(_dtype(strategy.arrays[path]["dtype"]))
-            _copy(
-                source / "checkpoints" / str(step), target_path, source_arrays[path], array, dtype
-            )
+            origin = of_weights.get(path, source_arrays[path])
+            _copy(source / "checkpoints" / str(step), target_path, origin, array, dtype)
         write_manifest(target_path)
     progress(len(target_arrays), len(target_arrays))
     sizes = [
@@ -124,6 +128,22 @@ def _source_arrays(info: CheckpointInfo, config: Config) -> dict[str, StackedArr
     return {
         path: StackedArray(path, tuple(shape), rows) for path, (shape, _) in info.arrays.items()
     }
+
+
+def _averages(source: Path, arrays: dict[str, StackedArray]) -> dict[str, StackedArray]:
+    """Return the moving average of each weight, by the path of the weight."""
+    averages = {
+        path: arrays.get(path.replace("parameters", f"optimizer/{EMA}", 1))
+        for path in arrays
+        if path.startswith("parameters/")
+    }
+    found = {path: array for path, array in averages.items() if array is not None}
+    if not found:
+        raise TrainingError(
+            f"{source} has no averaged weights; they are part of runs with "
+            "program.optimizer.ema_decay"
+        )
+    return found
 
 
 def _target_arrays(strategy: Strategy) -> dict[str, StackedArray]:

@@ -125,8 +125,15 @@ def graphtrain_to_hf(
     "--save-strategy wrote.",
 )
 @step_option
+@click.option(
+    "--averaged",
+    is_flag=True,
+    help="Take the moving average of the weights (program.optimizer.ema_decay) as the weights.",
+)
 @json_option
-def reshard(source: Path, destination: Path, to: Path, step: StepName, as_json: bool) -> None:
+def reshard(
+    source: Path, destination: Path, to: Path, step: StepName, averaged: bool, as_json: bool
+) -> None:
     """Convert a checkpoint of the run SOURCE to another mesh or pipeline, as the run DESTINATION.
 
     graphtrain run does the same each time that it loads a checkpoint of another mesh; this command
@@ -144,7 +151,7 @@ def reshard(source: Path, destination: Path, to: Path, step: StepName, as_json: 
         _, summary = read_checkpoint(
             source / "checkpoints",
             chosen,
-            lambda step: make(source, destination, to, show, step),
+            lambda step: make(source, destination, to, show, step, averaged=averaged),
         )
     if as_json:
         _print_summary_json(summary, destination)

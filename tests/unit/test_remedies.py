@@ -46,6 +46,6 @@ def test_a_reshard_that_reorders_nothing_does_not_say_so(monkeypatch, tmp_path):
     from graphtrain.checkpoints import reshard
 
     made = SimpleNamespace(step=3, arrays=2, bytes=10, reordered=0)
-    monkeypatch.setattr(reshard, "reshard", lambda *_: made)
+    monkeypatch.setattr(reshard, "reshard", lambda *_, **__: made)
     words = ["convert", "reshard", tmp_path / "a", tmp_path / "b", "--to", tmp_path / "c.toml"]
     assert graphtrain(*words).out == f"{tmp_path / 'b'}: step 3, 2 arrays, 10 bytes\n"

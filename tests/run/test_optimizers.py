@@ -1,0 +1,60 @@
+"""Optimizers with averaged weights, by the command: what is evaluated, saved and exported."""
+
+import json
+
+import pytest
+
+CONSTANT = ["--set", "run.learning_rate.schedule=constant", "--set", "run.steps=8"]
+FREE = [*CONSTANT, "--set", "program.optimizer.kind=schedule_free"]
+
+
+def validation_loss(place, *words: str) -> float:
+    out, _ = place.command("evaluate", "config.toml", *words, "--json")
+    return json.loads(out)["validation_loss"]
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_a_schedule_free_run_saves_and_resumes_what_it_evaluated(place):
+    _, err = place.command("run", "config.toml", *FREE[2:], status=2)
+    assert 'run.learning_rate.schedule = "cosine"; set it to "constant"' in err
+    place.command("compile", "config.toml", *FREE)
+    place.command("run", "config.toml", *FREE)
+    evaluated = [one["validation_loss"] for one in place.journal() if "validation_loss" in one]
+    assert validation_loss(place, *FREE) == pytest.approx(evaluated[-1], rel=1e-6)
+    whole = place.curve()
+    assert whole[-1][1] < whole[0][1] - 0.3
+    words = ["--to", "config.toml", "--step", "4"]
+    _, err = place.command("convert", "reshard", "run", "other", *words, status=2)
+    assert "another model or optimizer than config.toml: optimizer/adam/count is absent" in err
+    (place.path / "run/checkpoints/8").rename(place.path / "8")
+    _, err = place.command("run", "config.toml", *CONSTANT, status=2)
+    assert 'program.optimizer.kind was "schedule_free" and is "adamw"' in err
+    place.command("run", "config.toml", *FREE)
+    assert place.curve() == whole
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_a_moving_average_begins_at_the_initial_weights_and_becomes_a_run_by_name(place):
+    place.command("compile", "config.toml", *CONSTANT)
+    place.command("run", "config.toml", *CONSTANT, "--set", "run.directory=first")
+    words = [
+        *CONSTANT,
+        "--set",
+        "program.optimizer.ema_decay=0.999",
+        "--set",
+        "run.init_from=first",
+    ]
+    place.command("compile", "config.toml", *words)
+    place.command("run", "config.toml", *words)
+    (place.path / "averaged.toml").write_text((place.path / "run/config.toml").read_text())
+    to = ["--to", "averaged.toml"]
+    _, err = place.command("convert", "reshard", "first", "mean", "--averaged", *to, status=2)
+    assert "first has no averaged weights; they are part of runs with" in err
+    place.command("convert", "reshard", "run", "mean", "--averaged", *to)
+    start, end = (
+        validation_loss(place, "--set", "run.directory=first"),
+        validation_loss(place, *words),
+    )
+    mean = validation_loss(place, *words, "--set", "run.directory=mean")
+    assert end < start - 0.1 and abs(mean - start) < 0.02 and mean != start
+    place.command("convert", "graphtrain-to-hf", "mean", "folder")
