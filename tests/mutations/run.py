@@ -36,10 +36,16 @@ MUTANTS = {
         ("tests/run/test_road.py::test_each_step_has_the_rate_of_the_schedule",),
     ),
     "z-loss twice as large": Mutant(
+        "graphtrain/graphs/token_loss.py",
+        "value + loss.z_loss * squares",
+        "value + 2 * loss.z_loss * squares",
+        ("tests/graphs/test_training.py::test_steps_equal_optax_adamw",),
+    ),
+    "z-loss of chunks twice as large": Mutant(
         "graphtrain/models/chunked_loss.py",
         "weights * (1 + 2 * scored.z_loss * log_z)",
         "weights * (1 + 4 * scored.z_loss * log_z)",
-        ("tests/graphs/test_training.py::test_steps_equal_optax_adamw",),
+        ("tests/graphs/test_chunked.py",),
     ),
     "balance loss twice as large": Mutant(
         "graphtrain/models/moe.py",
