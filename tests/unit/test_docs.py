@@ -52,6 +52,15 @@ def test_the_install_page_names_every_extra():
     assert [one for one in project["optional-dependencies"] if f"`{one}`" not in page] == []
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_page_says_what_has_run_on_hardware(page):
+    (paragraph,) = re.findall(
+        r"\*\*What has run on hardware:\*\*(.*?)\n\n", (ROOT / page).read_text(), re.DOTALL
+    )
+    for device in ("CPU", "GPU", "TPU", "Trainium", "Ascend"):
+        assert device in paragraph
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_named_files_of_the_tree_exist(page):
     named = re.findall(

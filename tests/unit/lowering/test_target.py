@@ -77,6 +77,16 @@ def test_small_and_odd_machines_that_exist_are_not_refused(name):
     assert str(Target.parse(name)) == name
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["l4:1", "l40s:4", "a10g:1", "rtx4090:2", "rtx6000ada:1", "gh200:2", "b200:8", "gb200:72"],
+)
+def test_gpus_that_people_have_are_targets_with_hosts_of_any_size(name):
+    target = Target.parse(name)
+    assert target.is_gpu and target.peak_flops("bfloat16") > 0
+    assert Target.parse(f"{target.machine}:3x1").processes == 3
+
+
 def test_a_cpu_is_told_from_another_by_its_instruction_set():
     assert Target.parse("cpu:2").key_parts()["processor"] == host.processor()
     assert "processor" not in Target.parse("h100:2").key_parts()
