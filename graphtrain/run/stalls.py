@@ -120,13 +120,14 @@ def behind(ranks: Mapping[int, Peer]) -> dict[int, Progress]:
     return {rank: progress for rank, progress in known.items() if progress < furthest}
 
 
-def blame(ranks: Mapping[int, Peer], silence: float, collective: str = "") -> str:
+def blame(ranks: Mapping[int, Peer], silence: float, collective: str = "", first: str = "") -> str:
     """Return one sentence that names the ranks for which the others wait.
 
     Args:
         ranks: all ranks, this one included.
         silence: seconds without a heartbeat after which a rank counts as silent.
         collective: description of a collective of a step, for ranks that wait in one.
+        first: description of the one that a rank keeps the others from which has not begun a step.
     """
     silent = [rank for rank, peer in ranks.items() if peer.silent_seconds > silence]
     if silent:
@@ -145,6 +146,9 @@ def blame(ranks: Mapping[int, Peer], silence: float, collective: str = "") -> st
     if len(slowest) == len(known):
         return f"all ranks are stalled in {in_collective(last, collective)}"
     others = max(known.values())
+    if last.name == DATA and first:  # whatever the others have begun meanwhile
+        collective = f"probably in the first collective of step {last.step} between processes"
+        collective = f"{collective} ({first})"
     return (
         f"{names(slowest)} {'is' if len(slowest) == 1 else 'are'} behind, stalled in {last}; the "
         f"others wait in {in_collective(others, collective)}"

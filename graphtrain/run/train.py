@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,7 @@ from graphtrain.run.metrics import Journal, Record, has_scores, read_journal
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.resume import Resumption, data_changed, identity_of, schedule_note
 from graphtrain.run.signals import StopRequest, stop_requests
+from graphtrain.run.step_collectives import first_collective, largest_collective
 from graphtrain.run.validation_history import recorded_history
 from graphtrain.run.watchdog import watched
 from lowering.machine import host, startup
@@ -190,7 +191,8 @@ def train(
             tasks,
         )
         startup.resume_garbage_collection()
-        watchdog.collective = largest_collective(step.record)
+        watchdog.largest_collective = largest_collective(step.record)
+        watchdog.first_collective = first_collective(step.record, distributed.count())
         with watchdog.reporting_errors():
             return loop.run_steps(state, evaluate_first=evaluation_owed, score_first=scores_owed)
 
@@ -446,19 +448,6 @@ def are_scores_owed(run: Run, start: int) -> bool:
     journal = read_journal(Path(run.directory)) if are_scores_due(run, start) else []
     is_recorded = any(record["step"] == start and has_scores(record) for record in journal)
     return are_scores_due(run, start) and not is_recorded
-
-
-def largest_collective(record: Mapping[str, Any]) -> str:
-    """Describe the collective of a program that sends most, for messages; empty without any.
-
-    Which collective a rank waits in is known to the device only: programs overlap them.
-    """
-    collectives = record.get("collectives")
-    if not collectives:
-        return ""
-    largest = collectives[0]  # they are sorted by the bytes that they send
-    axes = ", ".join(largest.get("axes", ()))
-    return f"probably in one of its collectives (the largest: {largest['op']} over {axes})"
 
 
 def _record_measurements(

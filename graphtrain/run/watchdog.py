@@ -65,7 +65,8 @@ class Watchdog:
         self._stopped_ranks: dict[int, tuple[str, float]] = {}  # reason and time, of this host
         self._started_at = time.monotonic()
         self._suspended = ""  # note that this process did not run for some time
-        self.collective = ""  # description of a collective of a step, for the message
+        # Descriptions of collectives of a step, for the message.
+        self.largest_collective, self.first_collective = "", ""
 
     def move(self, stage: str, step: int = 0, batch: int = 0) -> None:
         """Note that this process has reached a stage of a step. Cheap; called in every step."""
@@ -139,7 +140,7 @@ class Watchdog:
         else:
             if not (or_behind and behind_at_first.items() & behind(self._ranks()).items()):
                 return
-        self._end(blame(self._ranks(), silence, self.collective) + self._suspended, STATUS)
+        self._end(self._blame_by_progress(silence), STATUS)
 
     def _observe(self) -> None:
         looked_at = time.monotonic()
@@ -222,8 +223,14 @@ class Watchdog:
             return self._describe(not_running)
         if waiting := rank_threads.describe_waiting():
             progress = self._stopwatch.progress
-            return f"{waiting}, in {in_collective(progress, self.collective)}{self._suspended}"
-        return blame(self._ranks(), silence, self.collective) + self._suspended
+            return (
+                f"{waiting}, in {in_collective(progress, self.largest_collective)}{self._suspended}"
+            )
+        return self._blame_by_progress(silence)
+
+    def _blame_by_progress(self, silence: float) -> str:
+        collectives = self.largest_collective, self.first_collective
+        return blame(self._ranks(), silence, *collectives) + self._suspended
 
     def _describe(self, not_running: Mapping[str, str]) -> str:
         words = [f"rank {rank} {why}" for rank, why in not_running.items()]

@@ -30,6 +30,7 @@ _OPS = (
 # Attribute that names the computation an instruction runs. Reducers and comparators are left out:
 # they contain no collectives.
 _CALLS = {"fusion": "calls", "call": "to_apply", "async": "calls"}
+_SCHEDULED = "is_scheduled=true"  # in the first line of a program
 # Custom calls that are annotations for the compiler and compute nothing.
 _ANNOTATIONS = (
     "AllocateBuffer",
@@ -94,6 +95,9 @@ class ProgramFacts:
     flops: float = 0.0  # of matrix products, with loop trip counts included
     unknown_loops: int = 0  # loops whose trip count is unknown; their body is counted once
     kernels: Mapping[str, int] = field(default_factory=dict)  # executions by name of custom call
+    # The first collective over each set of mesh axes, in the order of the schedule; empty if the
+    # program is not scheduled.
+    first_collectives: tuple[Collective, ...] = ()
 
     def to_record(self) -> dict[str, Any]:
         """Return the fields as JSON, by name."""
@@ -102,6 +106,7 @@ class ProgramFacts:
             "flops": self.flops,
             "unknown_loops": self.unknown_loops,
             "kernels": dict(self.kernels),
+            "first_collectives": [each.to_record() for each in self.first_collectives],
         }
 
     @classmethod
@@ -112,6 +117,7 @@ class ProgramFacts:
             record["flops"],
             record["unknown_loops"],
             record["kernels"],
+            tuple(Collective.from_record(each) for each in record.get("first_collectives", ())),
         )
 
     @property
@@ -127,7 +133,15 @@ def read(text: str, mesh: MeshShape) -> ProgramFacts:
     """
     module = parse(text)
     reading = _Reader(module, mesh).read_computation(module.entry)
-    return dataclasses.replace(reading, collectives=merged(_mark_decomposed(reading.collectives)))
+    firsts: dict[tuple[str, ...], Collective] = {}
+    if _SCHEDULED in text.partition("\n")[0]:
+        for each in reading.collectives:  # in the order of the text, which is that of the schedule
+            firsts.setdefault(each.axes, each)
+    return dataclasses.replace(
+        reading,
+        collectives=merged(_mark_decomposed(reading.collectives)),
+        first_collectives=tuple(firsts.values()),
+    )
 
 
 def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:

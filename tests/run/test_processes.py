@@ -223,6 +223,7 @@ def test_a_rank_whose_loader_blocks_is_named_and_ends_both(place: Place, compile
     for rank, each in enumerate(told):
         message = only_message(each)
         assert "rank 1 is behind, stalled in step 6: waiting for the data loader" in message
+        assert "in the first collective of step 6 between processes (all-" in message
         assert (place.path / f"run/stacks/rank-{rank}.txt").exists()
     assert "in block" in (place.path / "run/stacks/rank-1.txt").read_text()
 

@@ -96,6 +96,17 @@ def test_the_rank_that_waits_for_data_is_named_by_those_that_compute():
     assert blame(peers(behind, behind, ahead), 6.0).startswith("ranks 0, 1 are behind, stalled in")
 
 
+def test_the_first_collective_is_named_for_a_rank_that_has_not_begun_the_step():
+    ahead = Progress.at(COMPUTING, 7)
+    ranks = peers(ahead, Progress.at(DATA, 6))
+    assert blame(ranks, 6.0, "in an all-reduce", "all-gather over fsdp").endswith(
+        "the others wait in step 7: computing, probably in the first collective of step 6 between "
+        "processes (all-gather over fsdp)"
+    )
+    ranks = peers(ahead, Progress.at(COMPUTING, 6))  # it may be in any of the collectives
+    assert blame(ranks, 6.0, "in an all-reduce", "all-gather").endswith(", in an all-reduce")
+
+
 def test_a_silent_rank_is_named_before_one_that_is_behind():
     computing = Progress.at(COMPUTING, 7)
     ranks = peers(computing, Progress.at(DATA, 6), computing, silent={2: 61.0})

@@ -160,11 +160,13 @@ def test_ranks_that_are_threads_are_named_with_the_collective(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     observer = watchdog.Watchdog(Settings(), tmp_path)
-    observer.collective = "probably in one of its collectives (the largest: all-reduce over data)"
+    observer.largest_collective = (
+        "probably in one of its collectives (the largest: all-reduce over data)"
+    )
     observer.move(COMPUTING, 7)
     words = "rank 2 has not returned from the device, the others have"
     monkeypatch.setattr(rank_threads, "describe_waiting", lambda: words)
-    assert observer._blame(60.0) == f"{words}, in step 7: computing, {observer.collective}"
+    assert observer._blame(60.0) == f"{words}, in step 7: computing, {observer.largest_collective}"
 
 
 def test_processes_that_start_several_ranks_are_told_from_ranks(monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from graphtrain.run.step_collectives import first_collective
 from lowering.hlo.collectives import Collective, ProgramFacts, read
 from sharding_rules.mesh import MeshShape
 
@@ -294,3 +295,25 @@ source_target_pairs={{0,1},{1,0}}
 """
     (one,) = read(text, MeshShape({"context": 2})).collectives
     assert one.bytes == 8 * 4 + 8 * 2
+
+
+def test_the_first_collective_of_each_group_is_that_of_the_schedule():
+    lines = (
+        X,
+        f"%tensor = f32[8,64]{{1,0}} all-reduce(%x), {TENSOR}, to_apply=%add",
+        "%data = f32[8,64]{1,0} all-reduce(%tensor), replica_groups={{0,4},{1,5},{2,6},{3,7}}, "
+        "to_apply=%add",
+        f"%again = f32[32,64]{{1,0}} all-gather(%data), {TENSOR}, dimensions={{0}}",
+        "ROOT %c = f32[8,64]{1,0} copy(%data)",
+    )
+    text = entry(*lines)
+    assert read(text, MESH).first_collectives == ()
+    scheduled = text.replace("HloModule step", "HloModule step, is_scheduled=true", 1)
+    first = read(scheduled, MESH).first_collectives
+    assert [(each.op, each.axes) for each in first] == [
+        ("all-reduce", ("tensor",)), ("all-reduce", ("data",)),
+    ]  # fmt: skip
+    record = read(scheduled, MESH).to_record() | {"mesh": dict(MESH.axes)}
+    assert first_collective(record, processes=2) == "all-reduce over data"
+    assert first_collective(record, processes=4).startswith("all-reduce over tensor")
+    assert first_collective(record | {"first_collectives": []}, processes=2) == ""
