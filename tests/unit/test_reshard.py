@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters
 from graphtrain.checkpoints.info import read_checkpoint_info
 from graphtrain.checkpoints.layer_order import layer_order_of
+from graphtrain.checkpoints.layer_rows import StackedArray
 from graphtrain.checkpoints.reshard import reshard
 from graphtrain.checkpoints.strategy import Strategy, read_json, save_strategy, strategy_of
 from graphtrain.cli.plan_show import show
@@ -210,6 +211,7 @@ def test_another_model_and_another_step_are_refused(runs, tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from graphtrain.checkpoints.layer_rows import StackedArray
 from graphtrain.checkpoints.reshard import reshard
 
 def kill(done, count):
@@ -250,3 +252,19 @@ def test_a_full_disk_is_one_error(runs, tmp_path):
         assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adafactor", "schedule_free"])
+@pytest.mark.parametrize("name", ["uneven", "rounds"])
+def test_the_state_of_every_optimizer_has_the_rows_of_the_layers(kind, name):
+    """So it is reordered for a pipeline as weights are, whatever its arrays' other axes."""
+    optimizer = Optimizer(kind=kind)
+    piped, alone = (
+        strategy_of(resolve(dataclasses.replace(PROGRAMS[one], optimizer=optimizer)))
+        for one in (name, "one")
+    )
+    assert piped.arrays.keys() == alone.arrays.keys()
+    assert any(f"optimizer/{kind}/" in path and "/layers/" in path for path in piped.arrays)
+    for path, array in piped.arrays.items():
+        stacked = StackedArray(path, tuple(array["shape"]), piped.rows)
+        assert list(stacked.shape_without_pipeline) == list(alone.arrays[path]["shape"]), path
