@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
-from graphtrain.api.checks.purpose import COMPILE, PLAN
+from graphtrain.api.checks.purpose import PLAN, compile_purpose
 from graphtrain.api.configuration import (
     Observer,
     Settings,
@@ -132,7 +132,10 @@ def compile(
         UserError: a configuration is wrong.
     """
     report = compile_report(
-        [checked_config(config, COMPILE, set=set, target=target) for config in configs],
+        [
+            checked_config(config, compile_purpose(purpose), set=set, target=target)
+            for config in configs
+        ],
         cache=cache,
         jobs=jobs,
         memory=memory,

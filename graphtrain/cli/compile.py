@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphtrain.api.checks.purpose import COMPILE
+from graphtrain.api.checks.purpose import compile_purpose
 from graphtrain.cli.checked import check
 from graphtrain.cli.export_note import say_export_obstacle
 from graphtrain.cli.options import (
@@ -113,7 +113,8 @@ def command(
     graphtrain neuron finish compiles on a machine that has it.
     """
     outputs = {"--report": report}
-    checked = [check(path, overrides, target, COMPILE, outputs=outputs) for path in configs]
+    checks = compile_purpose(purpose)
+    checked = [check(path, overrides, target, checks, outputs=outputs) for path in configs]
     from graphtrain.api.programs import compile_report
 
     with progress() as observe:

@@ -18,6 +18,7 @@ from graphtrain.config.datasets import (
     remove_datasets,
     with_data_vocab,
 )
+from graphtrain.config.hf_folder import hf_folder_config
 from graphtrain.config.lines import KeyPath
 from graphtrain.config.overrides import Override, parse_overrides
 from graphtrain.config.presets import apply_preset
@@ -160,7 +161,8 @@ def _read_source(source: Source) -> _Read:
         path = config_file(Path(source))
         if path.name == CONFIG:
             warn_if_changed(path)
-        name, text = str(path), _read(path)
+        name = str(path)
+        text = (hf_folder_config(path) if path.is_dir() else None) or _read(path)
     else:
         raise ConfigError(
             f"a configuration is a path, TOML text, a dict or a Config, not {type(source).__name__}"

@@ -40,6 +40,10 @@ SEARCH = Purpose(("machine",), ("data",))  # chooses the mesh and the rules itse
 COMPILE = Purpose(
     ("program", "data", "machine"), ("missing_data", "checkpoint", "doubt"), compiles=True
 )
+# Programs that generate or score read no dataset, and have batches of their own.
+COMPILE_SERVING = Purpose(
+    ("program", "machine"), ("checkpoint", "doubt"), compiles=True, trains_batches=False
+)
 GENERATE = Purpose(
     ("program", "machine", "checkpoint"),
     ("doubt",),
@@ -54,6 +58,11 @@ LAUNCH = Purpose(_EVERY)
 LAUNCH_ELSEWHERE = Purpose(("program", "data"))  # data and directories are on another machine
 
 _NEW: tuple[Kind, ...] = ("program", "data", "missing_data", "machine")
+
+
+def compile_purpose(graphs: str) -> Purpose:
+    """Return the purpose of compiling the graphs that `--for` names."""
+    return COMPILE if graphs == "train" else COMPILE_SERVING
 
 
 def run_purpose(*, fresh: bool = False, compiles: bool = False) -> Purpose:

@@ -1,0 +1,42 @@
+"""A Hugging Face folder in place of a configuration."""
+
+import json
+
+import pytest
+
+from graphtrain.config import load_config
+from graphtrain.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "model.safetensors").touch()
+    return path
+
+
+def write(folder, **settings) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 257} | settings
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_the_model_in_a_folder_is_its_configuration(folder):
+    write(folder, max_position_embeddings=640, dtype="float32")
+    config = load_config(folder)
+    assert config.program.model.hf == str(folder) == config.run.init_from
+    assert (config.program.model.dtype, config.program.batch.seq_len) == ("float32", 640)
+    assert config.run.directory.startswith("runs/model-")
+    write(folder, max_position_embeddings=131072, torch_dtype="bfloat16")
+    config = load_config(folder, ["program.serve.context_length=4096"])
+    assert (config.program.model.dtype, config.program.batch.seq_len) == ("bfloat16", 2048)
+    assert config.program.serve.context_length == 4096
+
+
+def test_a_folder_without_weights_or_with_a_damaged_config_json_is_refused(folder):
+    write(folder, num_hidden_layers=-1)
+    with pytest.raises(ConfigError, match=r"model/config.json cannot be used"):
+        load_config(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="is a directory"):
+        load_config(folder)
