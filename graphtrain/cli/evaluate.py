@@ -261,6 +261,12 @@ def _evaluate_tasks(
     origin = results.document["graphtrain"]
     if origin["reused_answers"]:
         say(f"{origin['reused_answers']} answers of an earlier evaluation were used")
+    if origin["cut_texts"]:
+        say(
+            f"{origin['cut_texts']} texts were longer than the context of "
+            f"{results.document['max_length']} tokens, and lost their beginning "
+            "(program.serve.context_length)"
+        )
     click.echo(results.json() if as_json else results.table())
 
 

@@ -104,6 +104,7 @@ def evaluate_loaded(
         "chat_template": None if text.chat is None else text.chat.template.text,
         "data": tasks.digests,
         "reused_answers": journal.reused,
+        "cut_texts": model.cut,
     }
     return TaskResults(results | {"graphtrain": origin}, samples)
 

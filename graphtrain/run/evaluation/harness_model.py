@@ -59,6 +59,7 @@ class EngineModel(TemplateLM):
         super().__init__()
         self._engine, self._text, self._journal = engine, text, journal
         self._progress = progress
+        self.cut = 0  # texts that were longer than the context, and lost their beginning
         self._encode = lru_cache(_ENCODED_TEXTS)(self._encode_text)
 
     @property
@@ -201,6 +202,7 @@ class EngineModel(TemplateLM):
                 f"a task asks for the log-likelihood of a text of {len(end)} tokens, and the "
                 f"context has room for 1 to {self.max_length} (program.serve.context_length)"
             )
+        self.cut += len(context) + len(end) > self.max_length + 1
         tokens = [*context, *end][-(self.max_length + 1) :]
         return ScoredText(tuple(tokens), len(tokens) - len(end))
 
@@ -233,8 +235,10 @@ class EngineModel(TemplateLM):
         eod, chat = self._text.tokenizer.eod, self._text.chat
         ends = [*(chat.stop_tokens if chat else ()), *(() if eod is None else (eod,))]
         stop = [*until, self._end_text, *(chat.stop if chat else ())]
+        prompt = self.tok_encode(context)
+        self.cut += len(prompt) > room
         return SequenceRequest(
-            prompt=tuple(self.tok_encode(context)[-room:]),
+            prompt=tuple(prompt[-room:]),
             sampling=SamplingParameters(
                 **sampling, max_tokens=count, stop_tokens=tuple(dict.fromkeys(ends))
             ),

@@ -64,10 +64,11 @@ class TaskData:
     def folders(self) -> list[Path]:
         """Folders that may hold the files, the task's own first."""
         settings = self.task.settings
-        dataset = str(settings.get("dataset_path") or self.task.name).rpartition("/")[2]
-        shared = self.root / dataset
-        name = settings.get("dataset_name")
-        return [self.root / self.task.name, shared / str(name) if name else shared]
+        dataset = str(settings.get("dataset_path") or self.task.name)
+        name = str(settings.get("dataset_name") or "")
+        # Datasets of two owners may have the same name.
+        shared = (self.root / part / name for part in (dataset, dataset.rpartition("/")[2]))
+        return list(dict.fromkeys((self.root / self.task.name, *shared)))
 
     @cached_property
     def files(self) -> dict[str, Path]:
@@ -202,7 +203,8 @@ class TaskData:
         return None
 
     def _missing(self, split: str) -> str:
-        places = " or ".join(dict.fromkeys(f"{folder}/{split}.jsonl" for folder in self.folders))
+        named = dict.fromkeys((self.folders[0], self.folders[-1]))
+        places = " or ".join(f"{folder}/{split}.jsonl" for folder in named)
         there = [path.name for folder in self.folders for path in sorted(folder.glob("*.*"))]
         found = f"; there is {_listed(there)}" if there else ""
         return (

@@ -163,6 +163,21 @@ def test_code_runs_confined(place):
     assert results.document["results"]["humaneval"]["pass@1,create_test"] == 0.0
 
 
+def test_texts_that_are_cut_are_counted(place):
+    engine = ToyEngine(context_length=60, chunk=16)
+    assert evaluated(place, "boolq", engine=engine).document["graphtrain"]["cut_texts"] == 6
+    (place / "answers.jsonl").unlink()
+    assert evaluated(place, "boolq").document["graphtrain"]["cut_texts"] == 0
+
+
+def test_datasets_of_two_owners_may_have_the_same_name(place):
+    (place / "tasks" / "boolq").rename(place / "tasks" / "moved")
+    (place / "tasks" / "aps" / "super_glue").mkdir(parents=True)
+    (place / "tasks" / "moved").rename(place / "tasks" / "aps" / "super_glue" / "boolq")
+    results = evaluated(place, "boolq").document["graphtrain"]["data"]["boolq"]
+    assert "/aps/super_glue/boolq/" in results["validation"]["file"]
+
+
 def test_a_program_fills_a_directory(tmp_path):
     script = fill_script(["boolq", "mmlu_anatomy"], tmp_path)
     compile(script, "fill.py", "exec")
