@@ -1,10 +1,11 @@
-"""Verification of a run's datasets: a sample before the first step, the whole beside training."""
+"""Verification of datasets: for a run, a sample first and the whole beside it; else the whole."""
 
 from __future__ import annotations
 
 import os
 import threading
 import warnings
+from collections.abc import Iterable
 from contextlib import suppress
 
 from graphtrain.config.schema import Data
@@ -12,6 +13,28 @@ from graphtrain.data.indexed.verify import digest_problem, unverified, verify_sa
 from graphtrain.errors import DataError
 
 _LOW_PRIORITY = 19  # of nice
+
+
+def verify_whole(data: Data, names: Iterable[str]) -> None:
+    """Verify all files of datasets against their descriptions, before they are read.
+
+    Args:
+        data: Settings of the data.
+        names: The datasets among these. One without digests is only warned of.
+
+    Raises:
+        DataError: a file is not the one that was prepared, or cannot be read; names it.
+    """
+    for prefix in _prefixes(data, names):
+        _warn_if_unverified(prefix)
+        try:
+            problem = digest_problem(prefix)
+        except OSError as error:
+            raise DataError(
+                f"{error.filename}: {error.strerror}; prepare the dataset again"
+            ) from None
+        if problem is not None:
+            raise DataError(problem)
 
 
 class DataCheck:
@@ -26,13 +49,11 @@ class DataCheck:
         Raises:
             DataError: a dataset differs from its description; names the file.
         """
-        named = dict.fromkeys([*data.train_datasets, *filter(None, [data.validation])])
-        code = {one.reference for one in data.user_code}  # identified by its digest alone
-        self._prefixes = [prefix for prefix in named if prefix not in code]
+        names = [*data.train_datasets, *filter(None, [data.validation])]
+        self._prefixes = _prefixes(data, names)
         for prefix in self._prefixes:
             verify_sample(prefix)
-            if without := unverified(prefix):
-                warnings.warn(f"{without}; damage to it is not noticed", stacklevel=2)
+            _warn_if_unverified(prefix)
         self._problem: str | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._verify, name="data check", daemon=True)
@@ -73,3 +94,14 @@ class DataCheck:
                 self._problem = f"{prefix}: cannot be verified ({error})"
             if self._problem is not None or self._stopping.is_set():
                 return
+
+
+def _prefixes(data: Data, names: Iterable[str]) -> list[str]:
+    """Return those of the datasets that are files, each once."""
+    code = {one.reference for one in data.user_code}  # identified by its digest alone
+    return [name for name in dict.fromkeys(names) if name not in code]
+
+
+def _warn_if_unverified(prefix: str) -> None:
+    if without := unverified(prefix):
+        warnings.warn(f"{without}; damage to it is not noticed", stacklevel=3)

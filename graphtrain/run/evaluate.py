@@ -27,12 +27,14 @@ from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.run.agreement import on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement, index_share
 from graphtrain.run.bigram_baseline import Bigram
+from graphtrain.run.data_check import verify_whole
 from graphtrain.run.data_sources import open_sources
 from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.trained_tokenizer import check_trained_tokenizer
 from lowering.machine.target import Target
 from lowering.trees import Tree
+from lowering.xla import distributed
 
 
 @dataclass(frozen=True)
@@ -161,10 +163,13 @@ def checkpoint_loss(
     Raises:
         MissingProgram: the evaluation step is not in the cache.
         TrainingError: there is no such checkpoint.
-        DataError: there is no validation set, or it was prepared with another tokenizer.
+        DataError: there is no validation set, it is damaged, or it was prepared with another
+            tokenizer.
     """
-    if run.data.validation is None:  # checked before anything is loaded
+    validation = run.data.validation
+    if validation is None:  # checked before anything is loaded
         raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
+    on_all_ranks(lambda: verify_whole(run.data, [validation] if distributed.rank() == 0 else []))
     on_all_ranks(lambda: check_trained_tokenizer(run, step))
     directory = Path(run.directory) / "checkpoints"
     steps = saved_steps(directory)
@@ -228,7 +233,7 @@ def bigram_loss(config: Config) -> float:
     For a blend of datasets, bigrams are weighted as often as the blend reads their dataset.
 
     Raises:
-        DataError: there is no validation set, or a dataset cannot be used.
+        DataError: there is no validation set, or a dataset is damaged or cannot be used.
     """
     data, model = config.run.data, config.program.model
     if data.user_code:
@@ -236,6 +241,7 @@ def bigram_loss(config: Config) -> float:
     prefixes = (
         [data.train] if isinstance(data.train, str) else [source.dataset for source in data.train]
     )
+    verify_whole(data, prefixes)
     # Not the vocabulary of the model: if it is padded, smoothing would assign probability to tokens
     # that never occur.
     descriptions = [read_description(prefix) for prefix in prefixes]

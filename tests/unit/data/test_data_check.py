@@ -1,10 +1,12 @@
 import json
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
 
 from graphtrain.cli.data import command
-from graphtrain.config.schema import BlendPart, Data
+from graphtrain.config.schema import BlendPart, Data, Run
 from graphtrain.data.indexed.description import (
     check_tokenizer_file,
     read_description,
@@ -13,6 +15,7 @@ from graphtrain.data.indexed.verify import digest_problem, verify_sample
 from graphtrain.data.prepare.text import prepare
 from graphtrain.errors import DataError
 from graphtrain.run.data_check import DataCheck
+from graphtrain.run.evaluate import bigram_loss, checkpoint_loss
 
 
 @pytest.fixture
@@ -53,6 +56,22 @@ def test_what_a_sample_missed_is_found_in_the_background(prefix):
         check._thread.join()
         with pytest.raises(DataError, match=r"train.bin: its digest differs"):
             check.raise_if_damaged()
+
+
+def test_an_evaluation_refuses_a_validation_set_with_a_flipped_bit(prefix, tmp_path):
+    without_samples(prefix)
+    flip(prefix.with_suffix(".bin"), 100)
+    run = Run(directory=str(tmp_path), steps=1, data=Data(train="none", validation=str(prefix)))
+    with pytest.raises(DataError, match=r"train.bin: its digest differs"):
+        checkpoint_loss(cast(Any, None), run, cast(Any, None), compile_hint="", step=None)
+
+
+def test_a_bigram_model_refuses_training_data_with_a_flipped_bit(prefix, tmp_path):
+    flip(prefix.with_suffix(".bin"), 100)
+    data = Data(train=str(prefix), validation=str(prefix))
+    config = SimpleNamespace(run=SimpleNamespace(data=data), program=SimpleNamespace(model=None))
+    with pytest.raises(DataError, match=r"train.bin: its digest differs"):
+        bigram_loss(cast(Any, config))
 
 
 def test_sound_data_is_said_to_be_sound(prefix):
