@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -212,7 +213,65 @@ def test_conversations_are_those_of_transformers(place, hugging_face):
     same_answers(got, want)
 
 
+def test_a_folder_of_hugging_face_is_evaluated_as_it_is(place, hugging_face):
+    small = ["program.serve.prefill=[32]", "program.serve.slots=2"]
+    compile_programs(
+        place / "source", cache=place / "cache", purpose="evaluate", set=small, target="cpu:1"
+    )
+    words = [word for one in small for word in ("--set", one)]
+    words += ["--tasks", "mmlu_anatomy", "--data", "tasks", "--limit", "2", "--cache", "cache"]
+    command = [sys.executable, "-m", "graphtrain", "evaluate", "source", *words]
+    files = ["--samples", "folder.jsonl", "--report", "folder.json"]
+    subprocess.run([*command, *files], cwd=place, check=True, stdout=subprocess.DEVNULL)
+    want = theirs(hugging_face, place, ["mmlu_anatomy"], 2)
+    got = [json.loads(line) for line in (place / "folder.jsonl").read_text().splitlines()]
+    for mine, other in zip(got, want["samples"]["mmlu_anatomy"], strict=True):
+        for ((log_prob, is_greedy),), (expected,) in zip(
+            mine["resps"], other["resps"], strict=True
+        ):
+            assert log_prob == pytest.approx(expected[0], abs=1e-4) and is_greedy == expected[1]
+    report = json.loads((place / "folder.json").read_text())
+    assert numbers(report["results"]) == numbers(want["results"])
+    assert not (place / "source" / "evaluation").exists()
+
+
 SMALL = ["boolq", "agieval_aqua_rat"]  # 2 answers a row
+
+
+@pytest.fixture(scope="module")
+def served(place: Path) -> Iterator[str]:
+    """The address of the same weights, served."""
+    compile_programs(place / "a.toml", cache=place / "cache", purpose="serve")
+    words = ["serve", str(place / "a.toml"), "--cache", str(place / "cache"), "--port", "0"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "graphtrain", *words], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        url = next(line for line in lines if line.startswith("listening on ")).split()[-1]
+        assert any(line.startswith("ready after ") for line in lines)
+        yield url
+        process.terminate()
+
+
+def test_the_client_of_lm_eval_gives_the_same_scores_of_a_server(place, hugging_face, served):
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    client = LocalCompletionsAPI(
+        base_url=f"{served}/v1/completions", model="run", tokenizer=str(place / "source"),
+        tokenizer_backend="huggingface", max_length=CONTEXT,
+    )  # fmt: skip
+    tasks = [*SMALL, SHORT]
+    got, want = (theirs(model, place, tasks) for model in (client, hugging_face))
+    for task in tasks:
+        for mine, other in zip(got["samples"][task], want["samples"][task], strict=True):
+            for (answer,), (expected,) in zip(mine["resps"], other["resps"], strict=True):
+                if isinstance(expected, str):
+                    assert answer == expected
+                else:
+                    assert answer[0] == pytest.approx(expected[0], abs=1e-4)
+                    assert answer[1] == expected[1]
+    assert numbers(got["results"]) == numbers(want["results"])
 
 
 KILLED = """
