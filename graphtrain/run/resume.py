@@ -18,7 +18,8 @@ from graphtrain.config.identity import ADDED, differences, mathematics, say
 from graphtrain.config.schema import Config, Data, Run
 from graphtrain.data.indexed.dataset import dataset_paths
 from graphtrain.data.indexed.description import read_description
-from graphtrain.errors import TrainingError
+from graphtrain.errors import DataError, TrainingError
+from graphtrain.files import missing_dataset_file
 from graphtrain.run.agreement import check_same_checkpoints, on_all_ranks
 from graphtrain.run.data_sources import source_identity
 from graphtrain.run.learning_rate import learning_rate
@@ -33,7 +34,7 @@ def identity_of(config: Config) -> dict[str, Any]:
     """Return what a run computes, as JSON: settings by name, digests of its data and tokenizers.
 
     Raises:
-        DataError: the description of a dataset is damaged.
+        DataError: a dataset is absent, or its description is damaged.
     """
     train = config.run.data.train
     is_single = isinstance(train, str)
@@ -60,7 +61,10 @@ def _dataset_digest(prefix: str) -> str | None:
     """Return a digest of the digests in a dataset's description; without one, its sizes."""
     description = read_description(prefix)
     if description is None or description.digests is None:
-        sizes = [path.stat().st_size if path.exists() else 0 for path in dataset_paths(prefix)]
+        paths = dataset_paths(prefix)
+        if absent := [path for path in paths if not path.is_file()]:
+            raise DataError(missing_dataset_file(prefix, absent[0].suffix))
+        sizes = [path.stat().st_size for path in paths]
         return f"{sizes[0]} + {sizes[1]} bytes"
     conversations = description.conversations
     digests = [description.digests, conversations and conversations.digests]

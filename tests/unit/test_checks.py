@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -301,6 +302,25 @@ def test_a_checkpoint_of_another_model_is_refused_before_compiling(place):
         )
     (one,) = problems(command=("evaluate",))
     assert "contains the weights of another model: program.model.layers was 3 and is 2" in one
+
+
+@pytest.mark.parametrize("vocab", ["vocab = 257\n", ""])
+def test_absent_data_is_not_called_another_run(place, vocab):
+    checkpoint(place)
+    (place / "a.toml").write_text((place / "a.toml").read_text().replace("vocab = 257\n", vocab))
+    (place / "data").unlink()
+    for command in (("run",), ("evaluate",), ("config", "check")):
+        lines = problems(command=command)
+        assert all("no such file; prepare the dataset" in line for line in lines), lines
+
+
+def test_a_damaged_description_is_reported_once(place, prepared):
+    (place / "data").unlink()
+    shutil.copytree(prepared, place / "data")
+    (place / "data" / "train.json").write_text("{")
+    (place / "a.toml").write_text((place / "a.toml").read_text().replace("vocab = 257\n", ""))
+    (line,) = problems()
+    assert line.startswith("data/train.json: not the description of a dataset")
 
 
 def test_a_permitted_change_is_no_problem(place):
