@@ -41,6 +41,7 @@ from graphtrain.weights.files import DTYPE_CODES, WeightFiles, open_weight_files
 from graphtrain.weights.hf_record import record_hf_files, verify_hf_files
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.sources import HF_FILES, checkpoint_step, stored_name
+from graphtrain.weights.tokenizer import describe_tokenizer
 from graphtrain.weights.writer import SafetensorsWriter
 from sharding_rules.documents import DocumentError, read_bytes
 
@@ -150,7 +151,8 @@ def export_hugging_face(
         if weights.side.is_dir():
             verify_hf_files(weights.directory)
             copy_hf_files(weights.side, directory)
-        _write_config(directory, family, model, config, arrays)
+        special = describe_tokenizer(directory, family.model_type) if config is None else {}
+        _write_config(directory, family, model, config, arrays, special)
     progress(len(all_layer_weights), len(all_layer_weights))
     return summarize(family, model, arrays)
 
@@ -305,15 +307,19 @@ def _write_config(
     model: Model,
     config: dict[str, Any] | None,
     arrays: dict[str, tuple[np.dtype, tuple[int, ...]]],
+    special: dict[str, Any],
 ) -> None:
-    """Write config.json, unless the copied one already describes this model."""
+    """Write config.json, unless the copied one already describes this model.
+
+    Without a copied one it has the ids of the tokenizer's special tokens.
+    """
     if config is not None and functional_settings(
         family.model_from_config(config)
     ) == functional_settings(model):
         return
     main_dtype = Counter(dtype for dtype, _ in arrays.values()).most_common(1)[0][0]
     exported_config = (
-        (config or {}) | family.config_from_model(model) | {"torch_dtype": str(main_dtype)}
+        (config or special) | family.config_from_model(model) | {"torch_dtype": str(main_dtype)}
     )
     (directory / "config.json").write_text(json.dumps(exported_config, indent=2) + "\n")
 
