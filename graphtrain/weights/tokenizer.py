@@ -66,8 +66,8 @@ def describe_tokenizer(folder: Path, model_type: str) -> dict[str, Any]:
         path.write_text(json.dumps(described, indent=2) + "\n")
     if model_type in _OWN_TOKENIZER:
         warnings.warn(
-            f"AutoTokenizer makes other tokens of tokenizer.model for a {model_type} model; load it "
-            "with transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)",
+            f"AutoTokenizer makes other tokens of tokenizer.model for a {model_type} model; load "
+            "it with transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)",
             stacklevel=3,
         )
     return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
