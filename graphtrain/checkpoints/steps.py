@@ -1,11 +1,13 @@
 """Steps of the checkpoints in a directory, and the names that users give them."""
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from graphtrain.checkpoints import private_orbax
 from graphtrain.checkpoints.info import read_checkpoint_info
+from graphtrain.config.run_record import CONFIG
 from graphtrain.errors import TrainingError
 
 StepName = int | Literal["last", "best"] | None  # None is the last
@@ -27,6 +29,26 @@ def named_step(directory: Path, step: StepName) -> int | None:
     return None if step == "last" else step
 
 
+def missing_checkpoint(directory: Path, steps: Sequence[int]) -> TrainingError:
+    """Return the error that a checkpoint does not exist; if none does, how to train the run.
+
+    Args:
+        directory: Directory of the checkpoints, in that of the run.
+        steps: Those that exist.
+    """
+    if steps:
+        available_steps = ", ".join(map(str, steps))
+        return TrainingError(
+            f"no such checkpoint in {directory}; available steps: {available_steps}"
+        )
+    project = directory.parent.parent  # as graphtrain init places the directory of a run
+    config = str(project) if (project / CONFIG).is_file() else "CONFIG"
+    return TrainingError(
+        f"no checkpoint in {directory}: the run is not trained yet; to train it: "
+        + shlex.join(["graphtrain", "run", config, "--compile"])
+    )
+
+
 def best_step(directory: Path) -> int:
     """Return the step of the checkpoint with the lowest validation loss; the newest of several.
 
@@ -35,6 +57,8 @@ def best_step(directory: Path) -> int:
     """
     losses = saved_validation_losses(directory)
     if not losses:
+        if not saved_steps(directory):
+            raise missing_checkpoint(directory, [])
         raise TrainingError(
             f"no checkpoint in {directory} was saved with a validation loss; set "
             "run.data.validation and run.evaluate_every (run.keep_best saves after every "

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time
@@ -245,6 +246,11 @@ def _close_by(path: Path) -> str:
     stems = [name.removesuffix(".toml") for name in present]
     if close := get_close_matches(path.name[:100].removesuffix(".toml"), stems, n=1):
         return f"; did you mean {path.parent / close[0]}.toml?"
+    if CONFIG in present and not path.suffix:
+        return (
+            f"; if it is the directory of a run of {path.parent}, it is not trained yet; to train "
+            f"it: {shlex.join(['graphtrain', 'run', str(path.parent), '--compile'])}"
+        )
     return f"; in the same directory: {', '.join(present[:5])}" if present else ""
 
 

@@ -14,7 +14,7 @@ from graphtrain.cache import Cache
 from graphtrain.checkpoints.checkpoint import restore_parameters
 from graphtrain.checkpoints.layer_order import layer_order_of
 from graphtrain.checkpoints.pruned import read_checkpoint
-from graphtrain.checkpoints.steps import saved_steps
+from graphtrain.checkpoints.steps import missing_checkpoint, saved_steps
 from graphtrain.compile.html import html_facts
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config, Data, Program, Run
@@ -22,7 +22,7 @@ from graphtrain.data.batches.blend import blend_counts
 from graphtrain.data.batches.loader import evaluation_batches
 from graphtrain.data.indexed.dataset import WHOLE_INDEX, IndexedDataset, IndexShare
 from graphtrain.data.indexed.description import read_description
-from graphtrain.errors import DataError, TrainingError
+from graphtrain.errors import DataError
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.run.agreement import on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement, index_share
@@ -181,10 +181,7 @@ def checkpoint_loss(
     if (initial_weights is None or steps) and (
         not steps or (step is not None and step not in steps)
     ):
-        available_steps = ", ".join(map(str, steps)) or "none"
-        raise TrainingError(
-            f"no such checkpoint in {directory}; available steps: {available_steps}"
-        )
+        raise missing_checkpoint(directory, steps)
     evaluate = LoadedPrograms(program, cache, ["evaluate"], compile_hint)["evaluate"]
     with lowering.backend(program.target).forbid_tracing():
         described = evaluate.inputs("parameters")

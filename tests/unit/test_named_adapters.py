@@ -146,7 +146,7 @@ def test_a_base_without_weights_is_refused_before_an_adapter_is_compared(tmp_pat
         base.open_weights()  # as for an adapter of a run
 
     monkeypatch.setattr(adapters_of_server, "read_adapter", read)
-    with pytest.raises(TrainingError, match=r"no such checkpoint in .*available steps: none"):
+    with pytest.raises(TrainingError, match=r"no checkpoint in .*: the run is not trained yet"):
         opened(tmp_path, a=tmp_path)
 
 

@@ -1,6 +1,7 @@
 """New projects: a configuration of each kind loads, is short, and nothing is replaced."""
 
 import json
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,12 @@ import pytest
 from graphtrain.api.starters import project as project_module
 from graphtrain.api.starters.project import create_project
 from graphtrain.api.starters.sizes import size_for, steps_for, tokenizer_for
+from graphtrain.checkpoints.steps import named_step
 from graphtrain.config import load_config
 from graphtrain.config.schema import Model
 from graphtrain.data.indexed.description import dataset_tokenizer
-from graphtrain.errors import ConfigError, DataError
+from graphtrain.errors import ConfigError, DataError, TrainingError
+from graphtrain.run.serving.weights import check_step
 from graphtrain.weights.families import family_of_model
 from graphtrain.weights.families.family import array_shape, to_hugging_face
 from graphtrain.weights.writer import SafetensorsWriter
@@ -63,6 +66,19 @@ def test_every_kind_of_project_loads_and_is_short(book, like):
         like, made.data.train.vocab
     )
     assert tomllib.loads(text)["run"]["data"] == {"directory": "p/data"}
+
+
+def test_a_new_project_saves_before_its_end_and_says_until_then_how_to_train_it(book):
+    run = create_project(Path("p"), "gpt2", [book]).config.run
+    assert run.save_every < run.steps and run.save_every == run.evaluate_every
+    command = re.escape("not trained yet; to train it: graphtrain run p --compile")
+    for step in (None, 7):
+        with pytest.raises(TrainingError, match=command):
+            check_step(run, step)
+    with pytest.raises(TrainingError, match=command):
+        named_step(Path(run.directory) / "checkpoints", "best")
+    with pytest.raises(ConfigError, match=rf"p/run: no such file; .*{command}"):
+        load_config(Path("p/run"))
 
 
 def test_the_text_is_kept_as_it_is(book):

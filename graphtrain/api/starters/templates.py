@@ -49,6 +49,7 @@ seq_len = {size.seq_len}  # tokens per sequence
 [run]
 directory = {toml(str(directory / "run"))}  # for checkpoints and metrics
 {_init_from(project)}steps = {steps}
+save_every = {every}  # steps between checkpoints, of which the newest 3 are kept
 evaluate_every = {every}
 evaluate_batches = 20
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import lowering
 from graphtrain.checkpoints.checkpoint import restore_parameters
 from graphtrain.checkpoints.layer_order import layer_order_of
-from graphtrain.checkpoints.steps import saved_steps
+from graphtrain.checkpoints.steps import missing_checkpoint, saved_steps
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Run
 from graphtrain.errors import TrainingError
@@ -29,10 +29,7 @@ def check_step(run: Run, step: int | None) -> None:
     if step in steps or (steps and step is None):
         return
     if step is not None or run.init_from is None:
-        available_steps = ", ".join(map(str, steps)) or "none"
-        raise TrainingError(
-            f"no such checkpoint in {directory}; available steps: {available_steps}"
-        )
+        raise missing_checkpoint(directory, steps)
     if run.init_adapter_from is not None:
         raise TrainingError(
             f"no checkpoint in {directory}, and generate does not read run.init_adapter_from; "
