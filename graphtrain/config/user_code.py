@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -49,6 +49,21 @@ class UserCode:
             entry = self._entry_point()
             return {"name": entry.value, "sources": {entry.module: package_digest(entry)}}
         return {"name": name, "sources": dict(sorted(local_sources(self._file(module))))}
+
+    def source(self) -> Path | None:
+        """Return the file that defines the object, without an import; None if unknown.
+
+        Raises:
+            ConfigError: the source does not exist.
+        """
+        module, _ = self._split()
+        if not module:
+            self._entry_point()
+            return None
+        package, *rest = [module] if module.endswith(".py") else module.split(".")
+        if not rest:
+            return self._file(module)
+        return find_submodule(package, rest) or self._file(module)
 
     def load(self) -> Any:
         """Return the object, imported from the sources as they are now.
@@ -130,6 +145,21 @@ def find_file(module: str) -> Path | None:
         spec = None
     path = Path(spec.origin) if spec and spec.origin else None
     return path if path is not None and path.is_file() else None
+
+
+def find_submodule(package: str, names: Sequence[str]) -> Path | None:
+    """Return the file of a module in a package, without the import that find_spec makes of it."""
+    add_to_path(Path.cwd())
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    for root in (spec and spec.submodule_search_locations) or ():
+        if (path := Path(root, *names).with_suffix(".py")).is_file():
+            return path
+        if (path := Path(root, *names, "__init__.py")).is_file():
+            return path
+    return None
 
 
 def add_to_path(directory: Path) -> None:

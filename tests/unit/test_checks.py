@@ -501,3 +501,47 @@ def test_weights_that_a_run_starts_from_say_their_positions_too(place):
     assert "program.batch.seq_len = 64 is more than the 32 positions" in graphtrain(*words).err
     linear = '--set=program.model.rope_scaling={kind="linear", factor=2.0}'
     assert graphtrain(*words, linear).err == ""
+
+
+LION = """import optax
+
+
+def lion(beta1: float = 0.9, *, beta2: float = 0.99):
+    return optax.lion(1.0, b1=beta1, b2=beta2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("reference", "arguments", "expected"),
+    [
+        ("lin.py:lion", "", 'custom = "lin.py:lion": lin.py not found; give the path'),
+        ("=lion.py", "", 'custom = "=lion.py": no installed package has an entry point'),
+        ("lion.py:lyon", "", "lion.py defines no lyon; it defines lion (lion.py:4)"),
+        ("lion:lyon", "", "lion.py defines no lyon; it defines lion (lion.py:4)"),
+        ("lion.py:lion", "wd=1", "arguments.wd: lion of lion.py:4 does not take it; it takes"),
+        ("broken.py:lion", "", 'broken.py:2: program.optimizer.custom = "broken.py:lion": invalid'),
+        ("needs.py:lion", "", "lion of needs.py:1 needs the argument rate; set"),
+    ],
+)
+def test_code_is_checked_without_running_it(place, reference, arguments, expected):
+    (place / "lion.py").write_text(LION)
+    (place / "broken.py").write_text("import os\nx = 1/\n")
+    (place / "needs.py").write_text("def lion(rate, *, b=1): ...\n")
+    words = ["--set", f"program.optimizer.custom={reference}"]
+    words += ["--set", f"program.optimizer.arguments={{{arguments}}}"] if arguments else []
+    (line,) = problems(*words)
+    assert expected in line
+    if not reference.startswith("broken"):
+        assert line.startswith("--set program.optimizer.")
+
+
+def test_code_without_problems_is_not_run(place):
+    (place / "lion.py").write_text(LION + "\nraise SystemExit\n")
+    (place / "pack").mkdir()
+    (place / "pack/loss.py").write_text("def focal(logits, targets, /, gamma): ...\n")
+    found = graphtrain(
+        *("config", "check", "a.toml", "--set", "program.optimizer.custom=lion.py:lion"),
+        *("--set", "program.optimizer.arguments={beta2=0.9}"),
+        *("--set", "program.loss={custom='pack.loss:focal', arguments={gamma=1}}"),
+    )
+    assert found.status == 0, found.err

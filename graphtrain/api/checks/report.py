@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from graphtrain.api.checks.checkpoint import checkpoint_problems
+from graphtrain.api.checks.code import code_problems
 from graphtrain.api.checks.data import data_problems
 from graphtrain.api.checks.machine import (
     compiler_problems,
@@ -42,6 +43,8 @@ def problems(
     found = [*program_problems(config.program), *position_problems(config)]
     found += [problem for option, path in (outputs or {}).items() if path is not None
               for problem in _output(option, path)]  # fmt: skip
+    trains = purpose.trains_batches and not purpose.weights_only
+    found += code_problems(config.program, trains=trains)
     if "machine" in kinds:
         found += model_problems(config.program)
     if purpose.compiles:
