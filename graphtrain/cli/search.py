@@ -14,6 +14,7 @@ from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
     LocalPath,
     cache_option,
+    check_output,
     config_argument,
     json_option,
     overrides_option,
@@ -87,6 +88,8 @@ def command(
     from graphtrain.planning.search import search
     from graphtrain.planning.verify import COMPILATIONS_PER_STRATEGY, compile_best
 
+    if output is not None:  # before the work; whether the content is the same is known only after
+        check_output(output, render(loaded).partition("\n")[0])
     result = search(loaded.program, keep=max(top, COMPILATIONS_PER_STRATEGY * verify))
     with progress() as observe:
         compiled = compile_best(result.ranked, Cache(cache), verify, jobs=jobs, observe=observe)

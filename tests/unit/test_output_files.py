@@ -66,6 +66,14 @@ def test_a_strategy_replaces_no_other_file(tmp_path):
     assert (tmp_path / "thesis.json").read_text() == "{}"
 
 
+def test_a_search_refuses_another_file_before_its_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("graphtrain.planning.search.search", None)
+    (tmp_path / "book.txt").write_text("a book")
+    search = ["plan", "search", "examples/quickstart.toml", "--output"]
+    ended = graphtrain(*search, tmp_path / "book.txt")
+    assert ended.status == 2 and "book.txt exists already" in ended.err
+
+
 def test_a_lock_replaces_only_a_lock(tmp_path):
     (tmp_path / "notes.plan").write_text("notes")
     lock = ["plan", "lock", "examples/quickstart.toml", "--no-compile", "--output"]
