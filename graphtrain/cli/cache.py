@@ -118,9 +118,14 @@ def trust(directory: Path | None, list_only: bool, remove: bool) -> None:
     """
     from graphtrain.cache import authentication
 
-    if list_only or directory is None:
-        for path in sorted(authentication.trusted_caches()):
+    if list_only:
+        trusted = sorted(authentication.trusted_caches())
+        for path in trusted:
             click.echo(printable(path))
+        if not trusted:
+            say("no directory is trusted")
+    elif directory is None:
+        raise click.UsageError("give the DIRECTORY of a cache, or --list")
     elif remove:
         click.echo(f"no longer trusted: {authentication.untrust_cache(directory)}")
     else:

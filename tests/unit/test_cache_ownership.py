@@ -101,6 +101,9 @@ def test_a_group_shares_a_cache_by_one_command(of_alice, become):
     assert Cache(of_alice).get(other) == ARTIFACT
     assert command_of("trust", "--list").output == f"{of_alice}\n"
     assert command_of("trust", str(of_alice), "--remove").exit_code == 0
+    assert command_of("trust", "--list").output == "no directory is trusted\n"
+    without = command_of("trust")
+    assert without.exit_code == 2 and "give the DIRECTORY of a cache" in without.output
     with pytest.warns(CacheWarning):
         assert Cache(of_alice).get(other) is None
 
