@@ -34,7 +34,7 @@ def compiler_problems(program: Program) -> Iterator[Problem]:
     try:
         require_compiler(Target.parse(program.target))
     except MissingExtra as error:
-        yield Problem("machine", f"program.target: {error}", (("program", "target"),))
+        yield Problem("compiler", f"program.target: {error}", (("program", "target"),))
     except LoweringError:  # an unknown target, which the checks of the program report
         return
 

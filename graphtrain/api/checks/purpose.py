@@ -6,9 +6,9 @@ from typing import Literal
 
 # program: nothing can be planned or compiled. data: a dataset that does not suit the program.
 # missing_data: a dataset that is not on this machine. checkpoint: one of another run.
-# machine: a package, a directory or a file that this machine lacks. doubt: what is computed as
-# asked, and probably not what is wanted.
-Kind = Literal["program", "data", "missing_data", "checkpoint", "machine", "doubt"]
+# machine: a package, a directory or a file that this machine lacks. compiler: that of the target,
+# which plans do without. doubt: what is computed as asked, and probably not what is wanted.
+Kind = Literal["program", "data", "missing_data", "checkpoint", "machine", "compiler", "doubt"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,6 @@ class Purpose:
     warnings: Collection[Kind] = ()
     train: bool = True  # the training data is read
     weights_only: bool = False  # of a checkpoint
-    compiles: bool = False
     trains_batches: bool = True  # False: the graphs have batches of their own
 
     @property
@@ -28,27 +27,26 @@ class Purpose:
 
     def covers(self, other: "Purpose") -> bool:
         """Return whether what is checked for this purpose need not be checked for another."""
-        return {*other.errors} <= {*self.errors} and self.compiles >= other.compiles
+        return {*other.errors} <= {*self.errors}
 
 
 _EVERY: tuple[Kind, ...] = ("program", "data", "missing_data", "checkpoint", "machine")
-CHECK = Purpose(_EVERY, ("doubt",))
+CHECK = Purpose(_EVERY, ("compiler", "doubt"))
 SHOW = Purpose(("program", "data"))
 PLAN = Purpose(("program", "machine"), ("data", "doubt"))
 SEARCH = Purpose(("machine",), ("data",))  # chooses the mesh and the rules itself
 # A program may be compiled on a machine without the data, and ahead of a permitted change.
 COMPILE = Purpose(
-    ("program", "data", "machine"), ("missing_data", "checkpoint", "doubt"), compiles=True
+    ("program", "data", "machine", "compiler"), ("missing_data", "checkpoint", "doubt")
 )
 # Programs that generate or score read no dataset, and have batches of their own.
 COMPILE_SERVING = Purpose(
-    ("program", "machine"), ("checkpoint", "doubt"), compiles=True, trains_batches=False
+    ("program", "machine", "compiler"), ("checkpoint", "doubt"), trains_batches=False
 )
 GENERATE = Purpose(
-    ("program", "machine", "checkpoint"),
+    ("program", "machine", "compiler", "checkpoint"),
     ("doubt",),
     weights_only=True,
-    compiles=True,
     trains_batches=False,
 )
 SERVE = Purpose(
@@ -72,7 +70,8 @@ def run_purpose(*, fresh: bool = False, compiles: bool = False) -> Purpose:
         fresh: whether the checkpoints of an earlier run are set aside.
         compiles: whether it compiles the missing programs first.
     """
-    return Purpose(_NEW if fresh else _EVERY, compiles=compiles)
+    errors = _NEW if fresh else _EVERY
+    return Purpose((*errors, "compiler") if compiles else errors)
 
 
 def evaluation_purpose(*, bigram: bool = False) -> Purpose:

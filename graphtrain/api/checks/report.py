@@ -47,7 +47,7 @@ def problems(
     found += code_problems(config.program, trains=trains)
     if "machine" in kinds:
         found += model_problems(config.program)
-    if purpose.compiles:
+    if "compiler" in kinds:
         found += compiler_problems(config.program)
     if "missing_data" in kinds and "machine" in kinds:
         found += run_problems(config)
