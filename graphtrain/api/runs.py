@@ -170,7 +170,7 @@ def metrics(run: Source) -> Metrics:
     """Return the metrics of a run as columns.
 
     Args:
-        run: Directory or summary of a run, or its configuration in any form.
+        run: Directory or summary of a run, or its configuration or project in any form.
 
     Raises:
         TrainingError: the run has no metrics.
@@ -182,6 +182,8 @@ def metrics(run: Source) -> Metrics:
 
 def _directory(run: Source) -> Path:
     """Return the directory of a run, which may have been moved since it was trained."""
+    from graphtrain.config.load import run_directory
+
     if isinstance(run, str | os.PathLike) and Path(run).is_dir():
-        return Path(run)
+        return run_directory(Path(run))
     return getattr(run, "directory", None) or Path(load_config(run).run.directory)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphtrain.cli.options import LocalPath, json_option, step_option
+from graphtrain.cli.options import LocalPath, RunPath, json_option, step_option
 from graphtrain.cli.usage import Group
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def megatron_to_graphtrain(
 
 
 @command.command("graphtrain-to-hf")
-@click.argument("source", type=_DIRECTORY)
+@click.argument("source", type=RunPath())
 @click.argument("destination", type=_DIRECTORY)
 @step_option
 @click.option(
@@ -89,9 +89,9 @@ def graphtrain_to_hf(
 ) -> None:
     """Convert SOURCE to DESTINATION, a Hugging Face model directory.
 
-    SOURCE is the directory of a run, or converted weights. Configuration, tokenizer and chat
-    template are those of the initial weights. A trained LoRA adapter is merged into the weights;
-    with --adapter it is written alone, in the format of PEFT.
+    SOURCE is a run (its directory, project or configuration), or converted weights. Configuration,
+    tokenizer and chat template are those of the initial weights. A trained LoRA adapter is merged
+    into the weights; with --adapter it is written alone, in the format of PEFT.
     """
     from graphtrain.checkpoints.pruned import read_checkpoint
     from graphtrain.checkpoints.steps import named_step
@@ -114,7 +114,7 @@ def graphtrain_to_hf(
 
 
 @command.command("reshard")
-@click.argument("source", type=_DIRECTORY)
+@click.argument("source", type=RunPath())
 @click.argument("destination", type=_DIRECTORY)
 @click.option(
     "--to",

@@ -75,6 +75,15 @@ class ConfigPath(LocalPath):
         return config_file(Path(str(super().convert(value, param, ctx))))
 
 
+class RunPath(LocalPath):
+    """Path of a run or of weights; a configuration or project stands for its run.directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from graphtrain.config.load import run_directory
+
+        return run_directory(Path(str(super().convert(value, param, ctx))))
+
+
 class StepName(click.ParamType):
     """Step of a checkpoint: a number, "last" or "best"."""
 

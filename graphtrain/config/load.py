@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from graphtrain.config.problems import ConfigSource
 
 _MAX_PROBLEMS = 50  # of one configuration that are reported
+# What a directory contains that is of a run, or of converted weights, and not only of a project.
+_OF_RUN_OR_WEIGHTS = ("checkpoints", "metrics.jsonl", "model.toml")
 
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config
@@ -126,6 +128,14 @@ def config_file(path: Path) -> Path:
     """Return the config.toml of the directory of a run; any other path as it is."""
     file = path / CONFIG
     return file if file.is_file() else path
+
+
+def run_directory(path: Path) -> Path:
+    """Return the directory of the run of a configuration or project; any other path as it is."""
+    file = config_file(path)
+    if not file.is_file() or any((path / one).exists() for one in _OF_RUN_OR_WEIGHTS):
+        return path
+    return Path(load_config(file).run.directory)
 
 
 def _follow_moved_run(read: "_Read", document: dict[str, Any]) -> None:

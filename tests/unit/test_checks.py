@@ -552,8 +552,8 @@ def test_the_compiler_that_is_not_installed_is_a_warning_until_a_command_compile
 ):
     monkeypatch.setattr("lowering.machine.aot_devices.is_installed", lambda module: False)
     line = (
-        "--target h100:8: program.target: compiling for h100:8 needs XLA's compiler for GPUs, which is "
-        "not installed; run: pip install 'graphtrain[gpu]'"
+        "--target h100:8: program.target: compiling for h100:8 needs XLA's compiler for GPUs, "
+        "which is not installed; run: pip install 'graphtrain[gpu]'"
     )
     checked = graphtrain("config", "check", "a.toml", "--target", "h100:8")
     assert (checked.status, checked.err) == (0, f"warning: {line}\n")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from graphtrain.config import load_config
+from graphtrain.config.load import run_directory
 from graphtrain.errors import ConfigError
 
 GOOD = """\
@@ -357,3 +358,22 @@ def test_a_copied_run_means_its_own_directory(file):
     assert load_config("copy", ["run.directory=other"]).run.directory == "other"
     (Path("copy") / "metrics.jsonl").unlink()
     assert load_config("copy/config.toml").run.directory == "runs/small"  # of no run
+
+
+def test_a_project_or_a_configuration_stands_for_the_directory_of_its_run(tmp_path):
+    project, run, weights = tmp_path / "book", tmp_path / "book/run", tmp_path / "weights"
+    for folder in (run / "checkpoints", weights):
+        folder.mkdir(parents=True)
+    text = f"""[program]
+model = {{ layers = 1, embed = 8, heads = 1, mlp = 8, vocab = 9 }}
+batch = {{ global_batch_size = 1, seq_len = 4 }}
+[run]
+directory = "{run}"
+steps = 1
+data = {{ train = "t" }}
+"""
+    for file in (project / "config.toml", run / "config.toml"):
+        file.write_text(text)
+    (weights / "model.toml").touch()
+    assert run_directory(project) == run_directory(project / "config.toml") == run
+    assert [run_directory(one) for one in (run, weights)] == [run, weights]
