@@ -40,11 +40,12 @@ def partial_path(path: Path) -> Path:
 
 @contextmanager
 def with_file_name(path: Path) -> Iterator[None]:
-    """Add the file name to operating system errors, which write errors do not contain."""
+    """Let operating system errors name the file; write errors name none, others the partial."""
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if not error.filename or str(error.filename) == str(partial_path(path)):
+            error.filename = str(path)  # the name that was asked for
         raise
 
 
@@ -79,7 +80,7 @@ def write_new(path: Path) -> Iterator[BinaryIO]:
         OutputExists: it does.
     """
     partial = partial_path(path)
-    with atomic_write(partial) as file:
+    with with_file_name(path), atomic_write(partial) as file:
         yield file
     try:
         if path.exists() and content_digest(path) != content_digest(partial):

@@ -1,6 +1,7 @@
 """No command replaces a file that it did not write; the same output again is no error."""
 
 import json
+from pathlib import Path
 
 import pytest
 from in_process import graphtrain
@@ -22,6 +23,12 @@ def test_a_sample_replaces_no_other_file(tmp_path):
         write_sample(path, include=["topics"], limit=60_000)
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that takes no files")
+def test_an_output_that_cannot_be_written_is_named_as_it_was_asked_for():
+    with pytest.raises(DataError, match=r"^/proc/corpus.jsonl: "):
+        write_sample("/proc/corpus.jsonl", include=["topics"], limit=50_000)
 
 
 def test_a_merge_replaces_no_dataset(make_corpus, tmp_path):
