@@ -215,19 +215,20 @@ class Preparation:
         Raises:
             DataError: an input, the tokenizer or the output cannot be used.
         """
-        with self._disk_errors():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with locked_output(self.directory):
-                names = split_names(self._corpus)
-                up_to_date = manifest.is_up_to_date(self.directory, request)
-                if up_to_date and (damaged := self._damage(names)):
-                    warnings.warn(f"{damaged}; preparing the dataset again", stacklevel=2)
-                    up_to_date = False
-                if not up_to_date:
-                    files = self._write(request, spec)
-                    manifest.write_manifest(self.directory, request, files)
-                    remove_progress(self.directory)
-                descriptions = {name: read_description(self.directory / name) for name in names}
+        for path in (self.directory, *self.directory.parents):
+            if path.exists() and not path.is_dir():
+                raise DataError(f"{path} is a file; name a directory for the datasets")
+        with self._disk_errors(), locked_output(self.directory):
+            names = split_names(self._corpus)
+            up_to_date = manifest.is_up_to_date(self.directory, request)
+            if up_to_date and (damaged := self._damage(names)):
+                warnings.warn(f"{damaged}; preparing the dataset again", stacklevel=2)
+                up_to_date = False
+            if not up_to_date:
+                files = self._write(request, spec)
+                manifest.write_manifest(self.directory, request, files)
+                remove_progress(self.directory)
+            descriptions = {name: read_description(self.directory / name) for name in names}
         train = descriptions["train"]
         assert train is not None
         held_out = descriptions.get("validation"), descriptions.get("test")

@@ -19,6 +19,7 @@ from graphtrain.errors import DataError
 TRAIN, VALIDATION, TEST = 0, 1, 2  # splits
 _SPLIT = 0x73706C6974  # salt: makes this choice independent of other uses of the seed
 _TEXT = (".txt", ".text")
+_UNREAD = (".csv", ".tsv")
 
 # documents: each document is in one split. text: the first part of each document is for training,
 # and the rest of it is held out.
@@ -231,6 +232,12 @@ class Corpus:
 def _data_files(inputs: Sequence[str | Path]) -> list[Path]:
     paths: list[Path] = []
     for path in map(Path, inputs):
+        name = path.name.removesuffix(".gz").removesuffix(".zst").lower()
+        if name.endswith(_UNREAD) and not path.is_dir():
+            raise DataError(
+                f"{path}: {' and '.join(_UNREAD)} files are not read; write each row as a JSON "
+                "object in a line of its own (.jsonl), or as Parquet"
+            )
         paths.extend(tables.arrow_files(path) if path.is_dir() else [path])
     return paths
 

@@ -132,7 +132,7 @@ def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, line, message, tokeni
     corpus.write_bytes(b'{"text": "good"}\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(DataError, match=message):
         prepare([corpus], tmp_path / "out", tokenizer)
-    assert not contents(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_bad_line_found_by_a_worker_is_named(make_corpus, tmp_path):
@@ -297,3 +297,26 @@ def test_validation_documents_come_from_their_files(make_corpus, tmp_path):
         prepare([train, held_out], tmp_path / "out", "chars", validation=0)
     with pytest.raises(DataError, match="omit one"):
         prepare([train], tmp_path / "x", "bytes", validation=0.1, **settings)
+
+
+def test_a_csv_file_is_said_not_to_be_read(tmp_path):
+    (tmp_path / "rows.csv").write_text("text,other\nsome,1\n")
+    with pytest.raises(DataError, match=r"rows.csv: .csv and .tsv files are not read; write each"):
+        prepare([tmp_path / "rows.csv"], tmp_path / "data", "bytes")
+
+
+def test_a_file_is_no_directory_for_the_datasets(tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_text("some text")
+    for output in (text, text / "data"):
+        with pytest.raises(DataError, match=r"book.txt is a file; name a directory"):
+            prepare([text], output, "bytes")
+
+
+def test_a_preparation_that_fails_leaves_no_new_directory(tmp_path):
+    (tmp_path / "a.jsonl").write_text("no JSON")
+    (tmp_path / "old").mkdir()
+    for output in (tmp_path / "new", tmp_path / "old"):
+        with pytest.raises(DataError, match="not JSON"):
+            prepare([tmp_path / "a.jsonl"], output, "bytes")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "old"]
