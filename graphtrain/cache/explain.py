@@ -140,12 +140,12 @@ def _resolve(
     if not exists(path):
         return None, ""
     try:
-        stored = stored_requests.read(path)
+        stored = stored_requests.read_asked(path, request)
         if not stored_requests.may_use(authenticator, stored):
             return None, _FOREIGN
         digest = stored.program
     except UnusableEntry as error:
-        return None, f"requested before, but the stored request cannot be read: {error}"
+        return None, f"requested before, but the stored request cannot be used: {error}"
     directory = layout.program(digest)
     if not exists(directory):
         return None, f"compiled before, but its program {digest} is no longer stored"

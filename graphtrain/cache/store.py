@@ -404,9 +404,7 @@ class Cache:
         if not exists(path):
             return None
         try:
-            stored = stored_requests.read(path)
-            if stored.key != request:
-                raise DamagedEntry("the request's contents do not match its digest")
+            stored = stored_requests.read_asked(path, request)
         except UnusableEntry as reason:
             warnings.warn(f"{path} is ignored: {reason}", CacheWarning, stacklevel=3)
             return None

@@ -135,6 +135,19 @@ def read(path: Path) -> StoredRequest:
     return decode(read_bytes(path), path.stem)
 
 
+def read_asked(path: Path, request: CacheKey) -> StoredRequest:
+    """Read the file of a request, and verify that it contains this request.
+
+    Raises:
+        UnusableEntry: the file is missing, damaged, or of another version.
+        CacheError: the file cannot be read.
+    """
+    stored = read(path)
+    if stored.key != request:
+        raise DamagedEntry("the request's contents do not match its digest")
+    return stored
+
+
 def decode(text: bytes, digest: str) -> StoredRequest:
     """Parse the contents of a request file.
 

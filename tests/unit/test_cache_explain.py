@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from graphtrain.cache import Cache
+from graphtrain.cache import Cache, CacheWarning
 from graphtrain.cache.key import CacheKey
 from lowering.artifact import Artifact
 
@@ -133,3 +133,13 @@ def test_an_explanation_is_json(cache):
         {"path": ["toolchain", "versions", "jax"], "mine": "0.10.2", "theirs": "0.10.1"},
         {"path": ["toolchain", "environment"], "theirs": {}},
     ]
+
+
+def test_a_damaged_request_is_explained_as_it_is_looked_up(cache):
+    (path,) = (cache.root / "v1" / "requests").glob("*.json")
+    path.write_text(path.read_text().replace('"layers":2', '"layers":3'))
+    with pytest.warns(CacheWarning, match="do not match its digest"):
+        assert cache.get_by_request(request()) is None
+    explanation = cache.explain(request())
+    assert not explanation.hit
+    assert "stored request cannot be used: the request's contents" in explanation.reason
