@@ -102,6 +102,9 @@ def open_cache(cache: str | os.PathLike[str] | None) -> Cache:
 
 def name_of(source: Source) -> str:
     """Return the name of a configuration for messages."""
+    from graphtrain.api.checks.checked import CheckedConfig
+
+    source = _as_file(source.source if isinstance(source, CheckedConfig) else source)
     if isinstance(source, str | os.PathLike) and "\n" not in (name := str(source)):
         return name
     return "configuration"

@@ -15,7 +15,9 @@ from in_process import graphtrain
 import graphtrain as gt
 from graphtrain.api import programs
 from graphtrain.api.checks import purpose, report
+from graphtrain.api.checks.checked import check_config
 from graphtrain.api.checks.machine import directory_problem, file_problem
+from graphtrain.api.configuration import name_of
 from graphtrain.checkpoints.manifest import write_manifest
 from graphtrain.compile.tasks import CompilationReport
 from graphtrain.config import load_config
@@ -335,6 +337,13 @@ def test_a_permitted_change_is_no_problem(place):
     assert (
         report.problems(config, purpose.evaluation_purpose()) == []
     )  # the weights are of the same model
+
+
+def test_a_configuration_has_its_own_name_after_it_was_checked(place):
+    checked = check_config(Path("a.toml"), purpose.GENERATE)
+    for source in ("a.toml", Path("a.toml"), checked):
+        assert name_of(source) == "a.toml"
+    assert name_of(checked.config) == "configuration"
 
 
 def test_outputs_and_extras_are_checked_first(place, monkeypatch):
