@@ -2,7 +2,7 @@
 
 from markdown import table
 
-from graphtrain.config.foreign_names import NAMES_OF
+from graphtrain.config.foreign_names import NAMES_OF, conversion
 
 HEAD = """# Names in other tools
 
@@ -14,8 +14,8 @@ error: a.toml:6: unknown setting program.model.hidden_size; hidden_size is progr
 ```
 
 These are the names that it knows, from transformers, TRL, PEFT, MaxText, torchtitan, Megatron-LM,
-NeMo and MindFormers. A similar name does not always have the same unit: `per_device_batch_size`
-counts sequences of one device, `global_batch_size` those of all. The pages under *Coming from*
+NeMo and MindFormers. Where the unit differs, the message and the second table
+say how to convert. The pages under *Coming from*
 ([MaxText](../guides/coming-from/maxtext.md), [torchtitan](../guides/coming-from/torchtitan.md) and
 others) say what differs.
 
@@ -28,4 +28,15 @@ def page() -> str:
         (f"`{setting}`", ", ".join(f"`{name}`" for name in sorted(names.split())))
         for setting, names in NAMES_OF.items()
     ]
-    return HEAD + table(("setting", "called elsewhere"), rows)
+    setting_of = {name: setting for setting, names in NAMES_OF.items() for name in names.split()}
+    units = [
+        (f"`{name}`", f"`{setting_of[name]}`", conversion(name))
+        for name in sorted(setting_of)
+        if conversion(name)
+    ]
+    return (
+        HEAD
+        + table(("setting", "called elsewhere"), rows)
+        + "\n## Other units\n\n"
+        + table(("name", "setting", "conversion"), units)
+    )

@@ -39,9 +39,12 @@ def usage_message(error: click.ClickException) -> str:
     """Return one line for an error in the arguments: what is wrong, and what to write."""
     match error:
         case click.NoSuchOption(option_name=name, ctx=ctx):
-            close = get_close_matches(name[:100], _options(ctx), n=1)
+            options = {one.lstrip("-"): one for one in _options(ctx)}  # all have the same dashes
+            close = get_close_matches(name[:100].lstrip("-"), options, n=1)
             return f"unknown option {name}; " + (
-                f"did you mean {close[0]}?" if close else f"see {_command_path(ctx)} --help"
+                f"did you mean {options[close[0]]}?"
+                if close
+                else f"see {_command_path(ctx)} --help"
             )
         case click.MissingParameter(param=param, ctx=ctx) if param is not None and ctx is not None:
             kind = "argument" if isinstance(param, click.Argument) else "option"

@@ -220,6 +220,43 @@ NAMES_OF = {
     "program.loss.kind": "use_dpo",
 }
 
+_STEPS = "run.steps = {name} x tokens of the data / (global_batch_size x seq_len)"
+_WARMUP = "warmup_steps = {name} x run.steps"
+_MINIMUM = "minimum = {name} x peak"
+_PER_DEVICE = "global_batch_size = {name} x devices that split the batch"
+_ACCUMULATED = "global_batch_size = {name} x microbatches x devices that split the batch"
+_PRODUCT = "the product of the ici_ and dcn_ degrees"
+# Names whose unit differs from that of the setting: how to compute it.
+_CONVERSIONS = {
+    "attention_multiplier": "query_pre_attn_scalar = 1 / {name} ** 2",
+    "batch_size": "the sequences of all devices and microbatches",
+    "cosine_learning_rate_final_fraction": _MINIMUM,
+    "dcn_data_parallelism": _PRODUCT,
+    "dcn_fsdp_parallelism": _PRODUCT,
+    "document_mask": "true is false",
+    "epochs": _STEPS,
+    "learning_rate_final_fraction": _MINIMUM,
+    "local_batch_size": _ACCUMULATED,
+    "lr_min": "a rate; where it is a fraction: " + _MINIMUM,
+    "max_epochs": _STEPS,
+    "max_lora_rank": "total_adapter_rank = the sum of the ranks of all adapters",
+    "max_loras": "total_adapter_rank = the sum of the ranks of all adapters",
+    "mbs": _ACCUMULATED,
+    "micro_batch_size": _ACCUMULATED,
+    "num_layers_per_pipeline_stage": "a list, of the layers of each stage",
+    "num_layers_per_virtual_pipeline_stage": "virtual_stages = layers / (stages x {name})",
+    "num_train_epochs": _STEPS,
+    "num_vocab_tiling": "positions in each chunk, not the number of chunks",
+    "per_device_batch_size": _PER_DEVICE,
+    "per_device_train_batch_size": _ACCUMULATED,
+    "pipeline_parallel_layers_per_stage": "a list, of the layers of each stage",
+    "pipeline_parallel_microbatch_size": "microbatches = global_batch_size / {name}",
+    "reset_attention_mask": "true is false",
+    "save_top_k": "the newest, not the best; for the best: keep_best",
+    "warmup_ratio": _WARMUP,
+    "warmup_steps_fraction": _WARMUP,
+}
+
 _SETTING_OF = {
     name: tuple(setting.split(".")) for setting, names in NAMES_OF.items() for name in names.split()
 }
@@ -227,6 +264,15 @@ _SETTING_OF = {
 _SETTING_AT: dict[tuple[str, ...], tuple[str, ...]] = {
     ("run", "schedule"): ("run", "learning_rate"),
     ("program", "schedule"): ("run", "learning_rate"),
+    **{
+        (*table, "name"): ("program", "optimizer", "kind")
+        for table in (("optim",), ("optimizer",), ("program", "optimizer"))
+    },
+    **{
+        (*table, name): ("program", "model", "preset")
+        for table in (("model",), ("program", "model"))
+        for name in ("name", "flavor")
+    },
 }
 
 
@@ -234,5 +280,14 @@ def setting_for(path: tuple[str, ...]) -> tuple[str, ...] | None:
     """Return the setting that an unknown `path` names in another tool's words, or None."""
     if path in _SETTING_AT:
         return _SETTING_AT[path]
-    name = path[-1].lower().replace("-", "_")
+    name = _plain(path[-1])
     return ("run", "learning_rate", "peak") if name == "learning_rate" else _SETTING_OF.get(name)
+
+
+def conversion(name: str) -> str:
+    """Return how the setting is computed from a name whose unit differs; else nothing."""
+    return _CONVERSIONS.get(_plain(name), "").format(name=name)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from graphtrain.config.foreign_names import setting_for
+from graphtrain.config.foreign_names import conversion, setting_for
 from graphtrain.config.lines import KeyPath, line_numbers
 from graphtrain.config.overrides import Override
 from graphtrain.config.render import dotted, toml
@@ -21,6 +21,7 @@ from lowering.machine.target import Target
 
 _TARGET = ("program", "target")
 _LONGEST_NAME = 200  # characters of a setting that may be misspelt
+_GENERAL_WORDS = {"id", "kind", "name", "type"}  # that say nothing of what another table has
 _LONGEST_VALUE = 60  # characters of a value shown
 
 
@@ -172,7 +173,8 @@ def _is_table_created_by_flag(source: ConfigSource, path: KeyPath) -> bool:
 def _suggestion(path: KeyPath) -> tuple[KeyPath, str]:
     """Return the setting that an unknown one most likely means, and a hint that names it."""
     if (setting := setting_for(path)) is not None:
-        return setting, f"{path[-1]} is {dotted(setting)} in graphtrain"
+        unit = f": {how}" if (how := conversion(path[-1])) else ""
+        return setting, f"{path[-1]} is {dotted(setting)} in graphtrain{unit}"
     if len(".".join(path)) <= _LONGEST_NAME and (nearest := _nearest(path)):
         return nearest, f"did you mean {dotted(nearest)}?"
     return (), _choices(path[:-1])
@@ -191,7 +193,8 @@ def _nearest(path: KeyPath) -> KeyPath:
     if (table := _setting(path)) and "properties" not in settings[table]:
         return table
     siblings = [candidate for candidate in settings if candidate[:-1] == path[:-1]]
-    for candidates, cutoff in ((settings, 1.0), (siblings, 0.6), (settings, 0.75)):
+    elsewhere = () if path[-1].lower() in _GENERAL_WORDS else settings
+    for candidates, cutoff in ((settings, 1.0), (siblings, 0.6), (elsewhere, 0.75)):
         names = {candidate[-1] for candidate in candidates}
         if close := get_close_matches(path[-1].lower(), names, n=1, cutoff=cutoff):
             return max(

@@ -25,6 +25,7 @@ def groups(command, *names):
         ("cache key x", "unknown command 'x'; the commands are ls, new, show, trust, untrust"),
         ("generate a b --token 5", "unknown option --token; did you mean --tokens?"),
         ("run a --zzz", "unknown option --zzz; see graphtrain run --help"),
+        ("init book --steps 3", "unknown option --steps; see graphtrain init --help"),
         ("generate a b --tokens 0", "--tokens: should be a whole number, at least 1"),
         ("generate a b --temperature x", "--temperature: should be a number, at least 0"),
         ("generate a b --temperature nan", "--temperature: should be a number, at least 0"),

@@ -3,7 +3,7 @@
 import pytest
 
 from graphtrain.config import load_config
-from graphtrain.config.foreign_names import _SETTING_OF, NAMES_OF
+from graphtrain.config.foreign_names import _CONVERSIONS, _SETTING_OF, NAMES_OF
 from graphtrain.config.settings import known_settings
 from graphtrain.errors import ConfigError
 
@@ -106,3 +106,25 @@ def test_a_name_of_an_earlier_version_is_answered_with_the_new_one(refuse):
 
 def test_a_number_in_place_of_the_learning_rate_table_is_answered_with_the_peak(refuse):
     assert "the peak learning rate is run.learning_rate.peak" in refuse("run.learning_rate=1e-3")
+
+
+def test_a_name_with_another_unit_is_answered_with_the_conversion(refuse):
+    words = refuse("run.num_train_epochs=3", "program.batch.per_device_train_batch_size=4")
+    assert (
+        "num_train_epochs is run.steps in graphtrain: run.steps = num_train_epochs x tokens of "
+        "the data / (global_batch_size x seq_len)"
+    ) in words
+    assert (
+        "in graphtrain: global_batch_size = per_device_train_batch_size x microbatches x devices"
+    ) in words
+
+
+def test_every_conversion_is_of_a_known_name():
+    assert set(_CONVERSIONS) <= set(_SETTING_OF)
+
+
+def test_the_name_of_an_optimizer_or_model_is_not_mistaken_for_names_of_tasks(refuse):
+    words = refuse("program.optimizer.name=sgd", "model.name=llama", "run.data.name=1")
+    assert "name is program.optimizer.kind in graphtrain" in words
+    assert "name is program.model.preset in graphtrain" in words
+    assert "run.tasks.names" not in words
