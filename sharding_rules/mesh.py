@@ -24,8 +24,18 @@ class MeshShape:
         object.__setattr__(self, "axes", ordered)
 
     @classmethod
-    def resolve(cls, sizes: Mapping[str, int | Literal["rest"]], devices: int) -> "MeshShape":
+    def resolve(
+        cls,
+        sizes: Mapping[str, int | Literal["rest"]],
+        devices: int,
+        target: str = "the target",
+    ) -> "MeshShape":
         """Return the mesh in which the axis "rest" has the size that uses all devices.
+
+        Args:
+            sizes: size of each axis.
+            devices: number of devices of the target.
+            target: name of the target, for messages.
 
         Raises:
             ShardingError: several axes are "rest", or the product of the sizes is not the number of
@@ -37,15 +47,7 @@ class MeshShape:
             raise ShardingError(f'mesh: only one axis can be "rest", not {" and ".join(rest_axes)}')
         quotient, remainder = divmod(devices, fixed.devices)
         if remainder or not (rest_axes or quotient == 1):
-            remedy = (
-                f"{devices} is not a multiple of {fixed.devices}; use sizes whose product divides "
-                f"{devices}"
-                if remainder
-                else f'set one axis to "rest", or use a target of {fixed.devices} devices'
-            )
-            raise ShardingError(
-                f"mesh: {fixed} does not use all {devices} devices of the target; {remedy}"
-            )
+            raise ShardingError(fixed._misfit(devices, target, bool(rest_axes)))
         return cls({**fixed.axes, **dict.fromkeys(rest_axes, quotient)})
 
     @property
@@ -55,6 +57,21 @@ class MeshShape:
     def size(self, names: tuple[str, ...]) -> int:
         """Return the number of devices along several mesh axes; an absent axis has size 1."""
         return math.prod(self.axes.get(name, 1) for name in names)
+
+    def _misfit(self, devices: int, target: str, has_rest: bool) -> str:
+        """Say why these sizes do not use the devices of a target, and which sizes or target do."""
+        axes = " x ".join(f"mesh.{name}" for name, size in self.axes.items() if size > 1)
+        used, has = self.devices, f"{target} has {devices}"
+        if used < devices and devices % used == 0:
+            remedy = f'set one axis to "rest", or use a target of {used} devices'
+            return f"{axes or 'mesh'} = {used} uses {used} of the devices, and {has}; {remedy}"
+        needed = f"a multiple of {used}" if has_rest else str(used)
+        least = 1 if has_rest else devices
+        sizes = [str(size) for size in range(least, devices + 1) if devices % size == 0]
+        choice = " or ".join(filter(None, [", ".join(sizes[:-1]), sizes[-1]]))
+        choice = f"sizes whose product is {choice}" if " x " in axes else f"{axes} = {choice}"
+        remedy = f"choose a target of {used} devices, or {choice}"
+        return f"{axes} = {used} needs {needed} devices, and {has}; {remedy}"
 
     def __str__(self) -> str:
         split = (f"{name} {size}" for name, size in self.axes.items() if size > 1)

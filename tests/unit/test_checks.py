@@ -168,8 +168,8 @@ def test_generation_does_not_mind_the_batch_of_training(place):
     [
         (
             ["program.mesh={tensor=3}"],
-            "--set program.mesh={tensor=3}: program.mesh: tensor 3 does not use all 8 devices of "
-            "the target; 8 is not a multiple of 3; use sizes whose product divides 8",
+            "--set program.mesh={tensor=3}: program.mesh.tensor = 3 needs 3 devices, "
+            "and cpu:8 has 8; choose a target of 3 devices, or mesh.tensor = 8",
         ),
         (
             ["program.batch.global_batch_size=12"],

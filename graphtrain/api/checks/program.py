@@ -35,7 +35,7 @@ def _target_problems(program: Program) -> Iterator[Problem]:
         return
     sizes = asdict(program.mesh)
     try:
-        MeshShape.resolve(sizes, target.devices)
+        MeshShape.resolve(sizes, target.devices, program.target)
     except ShardingError as error:
         named = [("program", "mesh", name) for name, size in sizes.items() if size != 1]
         yield Problem("program", f"program.{error}", (*named, _TARGET))

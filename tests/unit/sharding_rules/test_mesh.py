@@ -14,10 +14,18 @@ def test_axes_are_ordered_slowest_link_first():
 
 
 def test_a_size_that_does_not_divide_the_devices_is_refused():
-    with pytest.raises(
-        ShardingError, match=r"data 3 does not use all 8 devices .*; 8 is not a multi"
-    ):
-        MeshShape.resolve({"data": 3, "fsdp": "rest"}, devices=8)
+    with pytest.raises(ShardingError) as one:
+        MeshShape.resolve({"data": 3, "fsdp": "rest"}, devices=1, target="cpu:1")
+    assert str(one.value) == (
+        "mesh.data = 3 needs a multiple of 3 devices, and cpu:1 has 1; choose a target of 3 "
+        "devices, or mesh.data = 1"
+    )
+    with pytest.raises(ShardingError) as two:
+        MeshShape.resolve({"data": 3, "tensor": 2, "fsdp": "rest"}, devices=8)
+    assert str(two.value) == (
+        "mesh.data x mesh.tensor = 6 needs a multiple of 6 devices, and the target has 8; choose a "
+        "target of 6 devices, or sizes whose product is 1, 2, 4 or 8"
+    )
 
 
 def test_idle_devices_are_refused():
