@@ -36,6 +36,8 @@ class _Plan(Group):
         parent: click.Context | None = None,
         **extra: Any,
     ) -> click.Context:
+        if args[:1] == ["show"] and not Path("show").exists():  # the name that may be left out
+            args = args[1:] or ["--help"]
         if args and args[0] not in (*_COMMANDS, "-h", "--help"):
             if get_close_matches(args[0][:100], _COMMANDS) and not Path(args[0]).exists():
                 parent = parent or click.Context(self, info_name=info_name)

@@ -237,7 +237,9 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_close_by(path)}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}: is a directory{_close_by(path / '_')}") from None
+        raise ConfigError(
+            f"{path}: is a directory without {CONFIG}{_close_by(path / '_')}"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except DocumentError as error:

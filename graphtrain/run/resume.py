@@ -30,6 +30,10 @@ from lowering.xla import distributed
 STEPS = "run.steps"  # recorded to say what a change of it does; never refused
 
 
+class UnknownChange(TrainingError):
+    """A change that is allowed is of nothing that a checkpoint records."""
+
+
 def identity_of(config: Config) -> dict[str, Any]:
     """Return what a run computes, as JSON: settings by name, digests of its data and tokenizers.
 
@@ -184,7 +188,7 @@ def check_identity(
     """
     changed = _changed(info.identity, identity)
     if unknown := [name for name in allowed if name not in info.identity | dict(identity)]:
-        raise TrainingError(
+        raise UnknownChange(
             f"--allow-change {unknown[0]}: no such setting in {path}; the names are those in "
             "the error message of a refused change"
         )

@@ -306,6 +306,12 @@ def test_a_checkpoint_of_another_model_is_refused_before_compiling(place):
     assert "contains the weights of another model: program.model.layers was 3 and is 2" in one
 
 
+def test_an_unknown_name_of_allow_change_is_located_at_the_option(place):
+    checkpoint(place)
+    (one,) = problems("--allow-change", "run.lr", command=("run",))
+    assert one.startswith("--allow-change run.lr: no such setting in run/checkpoints/700")
+
+
 @pytest.mark.parametrize("vocab", ["vocab = 257\n", ""])
 def test_absent_data_is_not_called_another_run(place, vocab):
     checkpoint(place)

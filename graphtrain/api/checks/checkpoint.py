@@ -25,7 +25,7 @@ def checkpoint_problems(
     from graphtrain.checkpoints.info import check_same_model, read_checkpoint_info
     from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files
     from graphtrain.checkpoints.steps import saved_steps
-    from graphtrain.run.resume import check_identity, identity_of
+    from graphtrain.run.resume import UnknownChange, check_identity, identity_of
 
     directory = Path(config.run.directory) / "checkpoints"
     try:
@@ -41,5 +41,7 @@ def checkpoint_problems(
             check_identity(path, info, identity_of(config), allowed_changes)
     except (DamagedCheckpoint, DataError, OSError):
         return  # reported by the checks of the data, or by the run
+    except UnknownChange as error:
+        yield Problem("checkpoint", str(error), location="")  # it names the option
     except TrainingError as error:
         yield Problem("checkpoint", str(error))

@@ -334,7 +334,9 @@ def test_files_that_cannot_be_read(file, tmp_path):
     assert problems(Path("aa.toml")) == ["aa.toml: no such file; did you mean a.toml?"]
     assert problems(Path("a")) == ["a: no such file; did you mean a.toml?"]
     assert problems(Path("no/a.toml")) == ["no/a.toml: no such file; no is not a directory either"]
-    assert problems(Path(".")) == [".: is a directory; in the same directory: a.toml"]
+    assert problems(Path(".")) == [
+        ".: is a directory without config.toml; in the same directory: a.toml"
+    ]
     assert problems(Path("a.toml/b.toml")) == ["a.toml/b.toml: cannot be read: Not a directory"]
     file.write_bytes(GOOD.encode() + "# größer".encode("latin-1"))
     assert problems(file) == ["a.toml:18: not UTF-8 text; save the file as UTF-8"]
