@@ -5,14 +5,14 @@ network file system extends them across hosts. A run that was killed on this hos
 once; one on another host when it has sent no heartbeat for 45 seconds.
 """
 
-import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.errors import TrainingError
+from lowering.machine import leases
 from lowering.machine.leases import DEFAULT_TIMING, Lease, LeaseTiming, end_process
 
 LEASE = ".lease"
@@ -22,7 +22,7 @@ LEASE = ".lease"
 def locked_run_directory(directory: Path, pace: LeaseTiming = DEFAULT_TIMING) -> Iterator[None]:
     """Create and lock the directory of a run, so that no other process writes into it.
 
-    A directory that was created here and is still empty at the end is removed again.
+    Directories that were created here and are still empty at the end are removed again.
 
     Args:
         directory: directory of the run.
@@ -34,8 +34,7 @@ def locked_run_directory(directory: Path, pace: LeaseTiming = DEFAULT_TIMING) ->
     path = directory / LEASE
     lease = Lease(path, pace, on_lost=lambda: end_process(directory, "trains into"))
     with write_errors(directory):
-        new = not directory.exists()
-        directory.mkdir(parents=True, exist_ok=True)
+        created = leases.create_directory(directory)
         is_owner = lease.acquire_unless_alive(lambda owner: _say_wait(directory, owner, pace))
     if not is_owner:
         raise TrainingError(
@@ -46,10 +45,7 @@ def locked_run_directory(directory: Path, pace: LeaseTiming = DEFAULT_TIMING) ->
         yield
     finally:
         lease.release()
-        with suppress(OSError):  # another process uses the directory by now, or removed it
-            if new and list(directory.iterdir()) == [path]:
-                shutil.rmtree(path)
-                directory.rmdir()
+        leases.remove_unused(created, lease)
 
 
 def _say_wait(directory: Path, owner: str, pace: LeaseTiming) -> None:

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,6 +191,28 @@ def hold(lease: Lease, on_wait: Callable[[str], None] | None = None) -> Iterator
         yield
     finally:
         lease.release()
+
+
+def create_directory(directory: Path) -> list[Path]:
+    """Create the directory of a lease; return it and its parents that are new, innermost first.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    created = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    return created
+
+
+def remove_unused(created: Sequence[Path], lease: Lease) -> None:
+    """Remove directories that were created for a lease, if they hold only it and it is released."""
+    with suppress(OSError):  # another process owns the lease by now, or has removed it
+        if created and list(created[0].iterdir()) == [lease.directory]:
+            for free in lease.directory.glob(f"*{_FREE}"):
+                free.unlink()
+            lease.directory.rmdir()
+            for directory in created:
+                directory.rmdir()
 
 
 def end_process(directory: Path, work: str) -> NoReturn:

@@ -23,7 +23,7 @@ def refuse(directory, written=()):
 
 
 def test_a_refused_run_leaves_no_directory_that_it_made(tmp_path):
-    refuse(tmp_path / "run")
+    refuse(tmp_path / "runs" / "run")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,7 +5,7 @@ It is a lease, because not every file system has locks; see `lowering.machine.le
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from lowering.machine import leases
@@ -18,7 +18,7 @@ _LEASE = ".lease"
 def locked_output(directory: Path, pace: LeaseTiming = DEFAULT_TIMING) -> Iterator[None]:
     """Create a directory, and hold its lock during the block, after waiting for another process.
 
-    A directory that was created here and is still empty at the end is removed again.
+    Directories that were created here and are still empty at the end are removed again.
 
     Args:
         directory: output directory.
@@ -27,8 +27,7 @@ def locked_output(directory: Path, pace: LeaseTiming = DEFAULT_TIMING) -> Iterat
     Raises:
         OSError: the directory or the lock cannot be created.
     """
-    new = not directory.exists()
-    directory.mkdir(parents=True, exist_ok=True)
+    created = leases.create_directory(directory)
     lease = Lease(
         directory / _LEASE, pace, on_lost=lambda: end_process(directory, "prepares data in")
     )
@@ -36,19 +35,7 @@ def locked_output(directory: Path, pace: LeaseTiming = DEFAULT_TIMING) -> Iterat
         with leases.hold(lease, lambda owner: _say_wait(directory, owner)):
             yield
     finally:
-        if new:
-            _remove_if_empty(directory)
-
-
-def _remove_if_empty(directory: Path) -> None:
-    """Remove a directory that holds only a lease that nobody owns."""
-    lease = directory / _LEASE
-    with suppress(OSError):  # another process owns the lease by now, or has removed it
-        if list(directory.iterdir()) == [lease]:
-            for free in lease.glob("*.free"):
-                free.unlink()
-            lease.rmdir()
-            directory.rmdir()
+        leases.remove_unused(created, lease)
 
 
 def _say_wait(directory: Path, owner: str) -> None:

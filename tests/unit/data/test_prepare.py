@@ -316,7 +316,7 @@ def test_a_file_is_no_directory_for_the_datasets(tmp_path):
 def test_a_preparation_that_fails_leaves_no_new_directory(tmp_path):
     (tmp_path / "a.jsonl").write_text("no JSON")
     (tmp_path / "old").mkdir()
-    for output in (tmp_path / "new", tmp_path / "old"):
+    for output in (tmp_path / "new" / "inner", tmp_path / "old"):
         with pytest.raises(DataError, match="not JSON"):
             prepare([tmp_path / "a.jsonl"], output, "bytes")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "old"]
