@@ -27,7 +27,7 @@ graphtrain run "$here/text.toml" "$@"
 
 # 4. Prepare conversations, and train a LoRA adapter on their answers.
 graphtrain data sample chat.jsonl --kind instructions --megabytes 0.4
-graphtrain data instruct chat.jsonl --output chat --tokenizer tokenizer --template chatml
+graphtrain data instruct chat.jsonl --output chat --tokenizer tokenizer --chat-template chatml
 graphtrain compile "$here/chat.toml" "$@"
 graphtrain run "$here/chat.toml" "$@"
 graphtrain evaluate "$here/chat.toml"

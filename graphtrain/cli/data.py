@@ -221,7 +221,9 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
     "--tokenizer", required=True, help="Tokenizer of the model to fine-tune, as in prepare."
 )
 @click.option(
-    "--template",
+    "--chat-template",
+    "template",
+    metavar="NAME|FILE",
     default="own",
     show_default=True,
     help="Chat template: own for the tokenizer's own, one of alpaca, baichuan, baichuan2, chatml, "

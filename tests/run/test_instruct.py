@@ -32,7 +32,7 @@ def chats(place):
     ]
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (place.path / "chats.jsonl").write_text(lines)
-    options = ["--output", "chats", "--tokenizer", "tokenizer", "--template", "short.jinja"]
+    options = ["--output", "chats", "--tokenizer", "tokenizer", "--chat-template", "short.jinja"]
     _, err = place.command("data", "instruct", "chats.jsonl", *options)
     assert "conversations" in err and "trained on" in err
     return place
@@ -65,7 +65,7 @@ def test_answers_are_learned_resumed_and_exported_with_the_template(chats):
 def test_conversations_that_do_not_fit_are_refused_before_a_step(chats):
     long = {"instruction": "What is it", "output": "a long answer " * 9}
     (chats.path / "chats.jsonl").write_text((json.dumps(long) + "\n") * 50)
-    options = ["--output", "chats", "--tokenizer", "tokenizer", "--template", "short.jinja"]
+    options = ["--output", "chats", "--tokenizer", "tokenizer", "--chat-template", "short.jinja"]
     chats.command("data", "instruct", "chats.jsonl", *options, "--replace")
     _, err = chats.command("run", "config.toml", *SETTINGS, status=2)
     assert "documents are longer than batch.seq_len = 32" in err and "run.data.overlong" in err

@@ -46,7 +46,7 @@ COMMANDS = {
         f"{PREPARE} a.jsonl --tokenizer tokenizer.json",
         "data tokenizer a.jsonl --output out --kind bpe --vocab 300",
     ],
-    "jinja2": ["data instruct chat.jsonl --output out --tokenizer bytes --template chatml"],
+    "jinja2": ["data instruct chat.jsonl --output out --tokenizer bytes --chat-template chatml"],
     "simple_slurm": ["launch slurm a.toml --dry-run"],
     "obstore": ["cache push store", "cache pull store", "cache sync store"],
     "securesystemslib": ["cache key new"],

@@ -56,6 +56,10 @@ def groups(command, *names):
             "data prepare a --output b --text-document c",
             "--text-document: should be line, paragraph or file",
         ),
+        (
+            "data instruct a --output b --tokenizer c --template chatml",
+            "unknown option --template; did you mean --chat-template?",
+        ),
         ("plan show a --results b", "--results is only shown on a page; add --html FILE"),
         ("plan a --results b", "--results is only shown on a page; add --html FILE"),
         ("run a b", "got unexpected extra argument (b)"),

@@ -129,7 +129,7 @@ class Template:
         ):
             raise _TemplateError(
                 f"the template {self.name} has no {{% generation %}} marks, and message {index} "
-                "cannot be located in its text; use a template with marks, such as --template "
+                "cannot be located in its text; use a template with marks, such as --chat-template "
                 "chatml"
             )
         suffix = up_to_answer[content_start_alone + len(content) :].rstrip()
@@ -138,7 +138,7 @@ class Template:
             raise _TemplateError(
                 f"the template {self.name} has no {{% generation %}} marks, and ends message "
                 f"{index} differently when others follow; use a template with marks, such as "
-                "--template chatml"
+                "--chat-template chatml"
             )
         return start, end + len(suffix)
 
@@ -162,14 +162,13 @@ class Template:
             ) from None
 
 
-def find_template(word: str, tokenizer: Tokenizer, option: str = "--template") -> Template:
+def find_template(word: str, tokenizer: Tokenizer) -> Template:
     """Find a chat template.
 
     Args:
         word: Name of a built-in template, `own` for the template of the tokenizer, or the path of
             a .jinja file, a tokenizer_config.json or a folder with one of them.
         tokenizer: Provides the special tokens, and the template if `word` is `own`.
-        option: Option of the command that names a template, for error messages.
 
     Raises:
         DataError: there is no such template, or it is not valid Jinja.
@@ -179,7 +178,7 @@ def find_template(word: str, tokenizer: Tokenizer, option: str = "--template") -
         text = tokenizer.chat_template
         if text is None:
             raise DataError(
-                f"the tokenizer has no chat template of its own; choose one with {option}: "
+                f"the tokenizer has no chat template of its own; choose one with {_OPTION}: "
                 f"{', '.join(template_names())}, or a .jinja file"
             )
     elif word in template_names():
@@ -188,10 +187,10 @@ def find_template(word: str, tokenizer: Tokenizer, option: str = "--template") -
         text = _read_template(path)
     else:
         raise DataError(
-            f"{option} {word}: unknown; choose own, {', '.join(template_names())}, or name a file"
+            f"{_OPTION} {word}: unknown; choose own, {', '.join(template_names())}, or name a file"
         )
     template = Template(word, text, {"bos_token": "", **tokenizer.special})
-    _check(template, option)
+    _check(template)
     return template
 
 
@@ -206,6 +205,7 @@ def split_special_tokens(template: Template, tokenizer: Tokenizer) -> list[str]:
     return [mark for mark in marks if len(tokenizer.encode_with_offsets([mark])[0].tokens) > 1]
 
 
+_OPTION = "--chat-template"
 _FOLDER = resources.files("graphtrain.data.prepare") / "templates"
 
 
@@ -225,7 +225,7 @@ def _read_template(path: Path) -> str:
     return template
 
 
-def _check(template: Template, option: str) -> None:
+def _check(template: Template) -> None:
     _environment()  # raises if jinja2 is not installed
     from jinja2 import TemplateSyntaxError
 
@@ -233,16 +233,18 @@ def _check(template: Template, option: str) -> None:
 
     if len(template.text) > MAX_TEMPLATE_CHARACTERS:
         raise DataError(
-            f"{option} {template.name[:200]}: longer than {MAX_TEMPLATE_CHARACTERS} characters, "
+            f"{_OPTION} {template.name[:200]}: longer than {MAX_TEMPLATE_CHARACTERS} characters, "
             "the limit"
         )
     try:
         _compiled(template.text)
     except TemplateSyntaxError as error:
-        raise DataError(f"{option} {template.name}: line {error.lineno}: {error.message}") from None
+        raise DataError(
+            f"{_OPTION} {template.name}: line {error.lineno}: {error.message}"
+        ) from None
     except Exception as error:  # of Python, for templates that are nested too deeply
         raise DataError(
-            f"{option} {template.name}: cannot be compiled ({type(error).__name__}: {error})"
+            f"{_OPTION} {template.name}: cannot be compiled ({type(error).__name__}: {error})"
         ) from None
 
 

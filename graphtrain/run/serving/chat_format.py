@@ -66,7 +66,7 @@ def open_chat_format(
         word = path
     if word == OWN_TEMPLATE and tokenizer.chat_template is None:
         return None
-    return chat_format(find_template(word, tokenizer, "--chat-template"), tokenizer, prefix)
+    return chat_format(find_template(word, tokenizer), tokenizer, prefix)
 
 
 def _end_of_answer(template: Template) -> str:

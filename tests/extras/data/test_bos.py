@@ -243,7 +243,7 @@ def test_bos_of_a_template_that_writes_none(tmp_path, family, folder, theirs):
     assert theirs.bos_token_id not in plain
     command_line = ["instruct", str(tmp_path / "chat.jsonl"), "--validation", "0"]
     command_line += ["--output", str(tmp_path / "again"), "--tokenizer", str(folder)]
-    said = CliRunner().invoke(command, [*command_line, "--template", "chatml"])
+    said = CliRunner().invoke(command, [*command_line, "--chat-template", "chatml"])
     assert "documents begin without it" in said.stderr
     assert not instructed(tmp_path, folder, template="chatml", bos=True).missing_bos
     (document,) = documents(tmp_path / "chat/train")

@@ -45,7 +45,7 @@ def test_errors_are_raised_for_the_root_command_to_print(tmp_path):
 def test_sample_instruct_and_preview_follow_one_another(tmp_path, kind, word):
     corpus, output = tmp_path / "corpus.jsonl", tmp_path / "out"
     call("sample", corpus, "--kind", kind, "--megabytes", 0.02)
-    arguments = ("--output", output, "--tokenizer", "bytes", "--template", "chatml")
+    arguments = ("--output", output, "--tokenizer", "bytes", "--chat-template", "chatml")
     made = call("instruct", corpus, *arguments)
     assert f"{word}, " in made.stderr and "encoded as ordinary text" in made.stderr
     shown = call("preview", output / "train", "--documents", 1, "--length", 4096).stdout
@@ -61,7 +61,9 @@ def test_sample_instruct_and_preview_follow_one_another(tmp_path, kind, word):
 def test_learned_text_is_green_on_a_terminal(tmp_path, monkeypatch):
     corpus, output = tmp_path / "corpus.jsonl", tmp_path / "out"
     call("sample", corpus, "--kind", "instructions", "--megabytes", 0.02)
-    call("instruct", corpus, "--output", output, "--tokenizer", "bytes", "--template", "alpaca")
+    call(
+        "instruct", corpus, "--output", output, "--tokenizer", "bytes", "--chat-template", "alpaca"
+    )
     monkeypatch.setattr("graphtrain.cli.data.supports_color", lambda: True)
     result = CliRunner().invoke(command, ["preview", str(output / "train")], color=True)
     assert "\x1b[32m" in result.stdout and "\x1b[2m" in result.stdout and ">>>" not in result.stdout
