@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +42,14 @@ def load_config(source: Source, *, set: Settings = (), target: str | None = None
     Raises:
         ConfigError: one line for each problem.
     """
+    from graphtrain.config.load import UnknownVocabulary
     from graphtrain.config.load import load_config as load
+    from graphtrain.errors import ConfigError
 
-    return load(_as_file(source), overrides_of(set), target)
+    try:
+        return load(_as_file(source), overrides_of(set), target)
+    except UnknownVocabulary as error:  # a class of the checks, by whose name nobody knows it
+        raise ConfigError(str(error)) from None
 
 
 def checked_config(
@@ -77,13 +82,22 @@ def checked_config(
 
 
 def overrides_of(settings: Settings) -> list[str]:
-    """Return settings as --set has them."""
+    """Return settings as --set has them.
+
+    Raises:
+        ConfigError: they are neither strings nor a mapping.
+    """
     from graphtrain.config.render import toml
+    from graphtrain.errors import ConfigError
 
     if isinstance(settings, Mapping):
         return [f"{name}={toml(value)}" for name, value in settings.items()]
     if isinstance(settings, str):
         return [settings]
+    if not isinstance(settings, Iterable) or not all(isinstance(one, str) for one in settings):
+        raise ConfigError(
+            f'set = {settings!r}: must be like ["run.steps=10"], or {{"run.steps": 10}}'
+        )
     return list(settings)
 
 

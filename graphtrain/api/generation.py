@@ -89,15 +89,18 @@ def generate(
         UserError: something that the user can change; its text says what.
     """
     from graphtrain.config.resolve import resolve
+    from graphtrain.errors import GraphtrainError
     from graphtrain.run.generate import Generation, generate_tokens, open_generator
     from graphtrain.run.prompt import encode_prompt, prompt_prefix, run_tokenizer
     from graphtrain.run.serving.beam_search import beam_search
 
+    if not isinstance(prompt, str):
+        raise GraphtrainError(f"prompt = {prompt!r}: must be a string")
+    sampling = sampling_parameters(temperature, top_k, top_p, seed, max_tokens)
     settings = checked_config(run, GENERATE, set=set, target=target).config
     tokenizer = run_tokenizer(settings)
     prefix = prompt_prefix(settings, tokenizer, bos)
     prompt_tokens = encode_prompt(tokenizer, prompt, prefix)
-    sampling = sampling_parameters(temperature, top_k, top_p, seed, max_tokens)
     sampling = replace(sampling, stop_tokens=() if tokenizer.eod is None else (tokenizer.eod,))
     search = beam_settings(beams, length_penalty)
     program, number = resolve(_with_beams(settings.program, search)), fixed_step(settings, step)
@@ -251,6 +254,8 @@ class PromptBatch:
         from graphtrain.run.prompt_file import Prompt, parse_prompt
         from graphtrain.run.serving.chat_format import open_chat_format
 
+        if isinstance(prompts, str):
+            raise GraphtrainError("prompts is one string; write a list of prompts: [PROMPT]")
         if samples < 1 or (search is not None and samples > search.beams):
             most = "" if search is None else f" and at most beams = {search.beams}"
             raise GraphtrainError(f"samples = {samples}: must be at least 1{most}")

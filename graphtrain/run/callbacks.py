@@ -46,6 +46,8 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
     Raises:
         CallbackError: a callback has a method on_* that is no event, or none that is.
     """
+    if not isinstance(callbacks, Sequence):
+        raise CallbackError(f"callbacks = {_name(callbacks)}: must be a list; put it into [ ]")
     for callback in callbacks:
         methods = [name for name in dir(callback) if name.startswith("on_")]
         for name in methods:

@@ -113,3 +113,35 @@ def test_values_in_html_are_escaped():
     from graphtrain.compile.html import html_table
 
     assert "<td>&lt;b&gt;</td>" in html_table(["a"], [["<b>"]])
+
+
+def test_arguments_of_a_wrong_type_are_refused_in_words():
+    from graphtrain.run.callbacks import check_callbacks
+
+    def refused(function, *arguments, **named):
+        with pytest.raises(gt.UserError) as caught:
+            function(*arguments, **named)
+        return str(caught.value)
+
+    assert refused(gt.generate, QUICKSTART, 5) == "prompt = 5: must be a string"
+    hot = refused(gt.generate, QUICKSTART, "a", temperature="hot")
+    assert hot == "temperature = 'hot': must be a number"
+    assert "prompts is one string" in refused(gt.generate_batch, QUICKSTART, "hi")
+    assert "top_k = 2.5: must be a whole" in refused(gt.generate, QUICKSTART, "a", top_k=2.5)
+    for wrong in ([5], 5):
+        assert 'must be like ["run.steps=10"]' in refused(gt.load_config, QUICKSTART, set=wrong)
+    one = refused(check_callbacks, type("Mine", (gt.Callback,), {})())
+    assert one.startswith("callbacks = Mine: must be a list")
+
+
+def test_an_error_of_a_configuration_is_a_config_error_by_name_too():
+    document = _document(gt.load_config(QUICKSTART))
+    for name in ("vocab", "vocab_padding"):  # which would follow from the data
+        document["program"]["model"].pop(name, None)
+    with pytest.raises(gt.errors.ConfigError) as caught:
+        gt.load_config(document, target="h100:0")
+    assert type(caught.value) is gt.errors.ConfigError
+
+
+def test_the_names_that_are_listed_are_those_of_the_interface():
+    assert {name for name in dir(gt) if not name.startswith("__")} == set(gt.__all__)

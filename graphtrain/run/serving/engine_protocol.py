@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Protocol
 
 from graphtrain.errors import GraphtrainError, TrainingError
+
+_REALS = {"temperature", "top_p"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +40,13 @@ class SamplingParameters:
         """Check the ranges; the comparisons are written so that NaN fails them.
 
         Raises:
-            GraphtrainError: a value is outside of its range.
+            GraphtrainError: a value is no number, or outside of its range.
         """
+        for name in ("temperature", "top_p", "top_k", "seed", "max_tokens"):
+            value = getattr(self, name)
+            kind, words = (Real, "number") if name in _REALS else (Integral, "whole number")
+            if not isinstance(value, kind):
+                raise GraphtrainError(f"{name} = {value!r}: must be a {words}")
         ranges = {
             "temperature": (0 <= self.temperature < math.inf, "at least 0"),
             "top_k": (self.top_k >= 0, "at least 0"),
