@@ -169,7 +169,8 @@ def _progress() -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as display:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as display:
         row = display.add_task("arrays", total=None)
         yield lambda completed, count: display.update(row, completed=completed, total=count)
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from graphtrain.cli.convert import _progress
 from graphtrain.cli.export_note import say_export_obstacle
 from graphtrain.config.schema import Batch, Model, Program
 from graphtrain.weights.exportable import export_obstacle
@@ -47,3 +48,9 @@ def test_the_note_names_the_command(capsys):
     assert capsys.readouterr().err == ""
     say_export_obstacle(Program(model=replace(GPT2, bias="none"), batch=batch))
     assert "graphtrain-to-hf could not export this model" in capsys.readouterr().err
+
+
+def test_no_progress_of_a_conversion_is_written_into_a_pipe(capsys):
+    with _progress() as show:
+        show(1, 2)
+    assert capsys.readouterr().err == ""
