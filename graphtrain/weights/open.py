@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from graphtrain.checkpoints.steps import missing_checkpoint
 from graphtrain.config import load_config
+from graphtrain.config.run_record import CONFIG
 from graphtrain.config.schema import Config
 from graphtrain.errors import WeightsError
 from graphtrain.weights.base import recorded_folder, verify_base
@@ -20,6 +22,7 @@ def open_weights(directory: Path, step: int | None = None) -> WeightSource:
         step: Step of the run's checkpoint; None for the last.
 
     Raises:
+        TrainingError: the run is not trained yet.
         WeightsError: the directory is neither, or has no such checkpoint; or the base weights of
             the adapter are missing, or are not those of the run.
     """
@@ -35,6 +38,8 @@ def open_weights(directory: Path, step: int | None = None) -> WeightSource:
             return run
         base = _open_base_weights(load_config(directory / "config.toml"), directory)
         return MergedWeights(run, base)
+    if (directory.parent / CONFIG).is_file():  # of the project that the run belongs to
+        raise missing_checkpoint(directory / "checkpoints", [])
     raise WeightsError(
         f"{directory} is neither a converted folder (no model.toml) nor a run directory (no "
         "checkpoints); convert weights of other formats first: graphtrain convert -h"

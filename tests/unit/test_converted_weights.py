@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from graphtrain.config.schema import Model
-from graphtrain.errors import WeightsError
+from graphtrain.errors import TrainingError, WeightsError
 from graphtrain.weights.convert import export_hugging_face, import_hugging_face
 from graphtrain.weights.families import family_of_model
 from graphtrain.weights.families.family import array_shape, to_hugging_face
@@ -61,3 +61,11 @@ def test_weights_without_digests_are_used_with_a_warning(converted):
     (converted / "weights.json").unlink()
     with pytest.warns(UserWarning, match="has no weights.json, so damage .* is not noticed"):
         open_weights(converted)
+
+
+def test_a_run_that_is_not_trained_yet_is_said_to_be_so(tmp_path):
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(
+        TrainingError, match=r"not trained yet; to train it: graphtrain run \S+ --c"
+    ):
+        open_weights(tmp_path / "run")
