@@ -4,6 +4,7 @@ A module is imported only when its command is used, so that no command pays for 
 others.
 """
 
+import atexit
 import errno
 import importlib
 import os
@@ -88,8 +89,11 @@ def main() -> None:
         if signal.getsignal(signal_number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(signal_number, _stop)
     try:
-        status = _root.main(prog_name="graphtrain", standalone_mode=False)
-        sys.exit(status if isinstance(status, int) else 0)  # of --help and ctx.exit()
+        result = _root.main(prog_name="graphtrain", standalone_mode=False)
+        status = result if isinstance(result, int) else 0  # of --help and ctx.exit()
+        if _is_multi_process():
+            _status_at_exit.append(status)
+        sys.exit(status)
     except SignalReceived as stopped:
         _exit(stopped.status)
     except click.Abort:
@@ -110,6 +114,22 @@ def main() -> None:
         else:
             raise  # a defect of graphtrain: keep the traceback, exit 1
         _exit(status or 1)
+
+
+_status_at_exit: list[int] = []  # of one of several processes, after success
+
+
+@atexit.register  # the first handler of the process, and so the last that runs
+def _end_without_destructors() -> None:
+    """End one of several processes before XLA's objects are destroyed.
+
+    The preemption service, which receives SIGTERM to the last, crashes when it is destroyed while
+    it talks to another process that has ended.
+    """
+    if _status_at_exit:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_status_at_exit[0])
 
 
 def _stop(signal_number: int, frame: FrameType | None) -> NoReturn:

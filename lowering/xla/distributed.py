@@ -5,6 +5,7 @@ Messages go through the key-value store of JAX's distributed service; nothing is
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ipaddress
 import itertools
@@ -140,6 +141,7 @@ def initialize(
     with rendezvous.joined(meeting, _end_for_another_rank) as session:
         session.prepare(prepare)
         _connect(member, target, address)
+    atexit.register(_keep_preemption_service)  # runs before JAX's own handler, which is older
 
 
 def _connect(member: Membership, target: Target, address: str) -> None:
@@ -181,6 +183,22 @@ def _silence_xla() -> None:
     """
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+
+def _keep_preemption_service() -> None:
+    """Let JAX disconnect this process without shutting its preemption service down first.
+
+    A process that receives SIGTERM in the last second waits, in a thread of XLA that its exit
+    joins, for the services of all processes: for three minutes, if one was shut down before
+    (jaxlib 0.10.2, tsl/distributed_runtime/preemption/preemption_sync_manager.cc). The thread uses
+    the client to the last, which therefore is kept too.
+    """
+    state = _state()
+    _kept_services.extend((state.preemption_sync_manager, state.client, state.service))
+    state.preemption_sync_manager = None
+
+
+_kept_services: list[Any] = []
 
 
 def bind_address(coordinator: str) -> str | None:

@@ -407,3 +407,29 @@ def test_a_token_outside_the_vocabulary_is_reported_by_the_rank_that_reads_it_an
     of_another = [re.search(r"error: rank (\d) ended with an error: ", one) for one in told]
     (reader,) = [rank for rank, found in enumerate(of_another) if found is None]
     assert [found[1] for found in of_another if found] == [str(reader)], told
+
+
+LAST_SECOND = """
+import os, signal, sys, time
+from graphtrain import cli
+from lowering.machine.target import Target
+from lowering.xla import distributed
+
+rank, address = int(sys.argv[1]), sys.argv[2]
+member = distributed.Membership(rank, 2, address)
+distributed.initialize(member, Target.parse("cpu:2x1"), join_timeout=60)
+distributed.all_gather_text("done")
+cli._status_at_exit.append(0)
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGTERM)  # XLA looks for it once a second
+    time.sleep(1.5)
+"""
+
+
+def test_a_signal_in_the_last_second_keeps_no_process_from_its_end(tmp_path):
+    """JAX's preemption service would wait three minutes for the one of a process that has left."""
+    place, address = Place(tmp_path, tmp_path), meeting_address()
+    ranks = [place.start_python("-c", LAST_SECOND, str(rank), address) for rank in range(2)]
+    for process in ranks:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
