@@ -8,7 +8,7 @@ from graphtrain.checkpoints.steps import missing_checkpoint
 from graphtrain.config import load_config
 from graphtrain.config.run_record import CONFIG
 from graphtrain.config.schema import Config
-from graphtrain.errors import WeightsError
+from graphtrain.errors import ConfigError, WeightsError
 from graphtrain.weights.base import recorded_folder, verify_base
 from graphtrain.weights.merged import MergedWeights
 from graphtrain.weights.sources import ConvertedFolder, RunCheckpoint, WeightSource
@@ -38,12 +38,22 @@ def open_weights(directory: Path, step: int | None = None) -> WeightSource:
             return run
         base = _open_base_weights(load_config(directory / "config.toml"), directory)
         return MergedWeights(run, base)
-    if (directory.parent / CONFIG).is_file():  # of the project that the run belongs to
+    if _is_run_of_project(directory):
         raise missing_checkpoint(directory / "checkpoints", [])
     raise WeightsError(
         f"{directory} is neither a converted folder (no model.toml) nor a run directory (no "
         "checkpoints); convert weights of other formats first: graphtrain convert -h"
     )
+
+
+def _is_run_of_project(directory: Path) -> bool:
+    """Return whether the configuration beside a directory names it as the directory of its run."""
+    file = directory.parent / CONFIG
+    try:
+        named = file.is_file() and Path(load_config(file).run.directory)
+    except ConfigError:  # which says nothing about this directory
+        return False
+    return bool(named) and named.absolute() == directory.absolute()
 
 
 def _open_base_weights(config: Config, directory: Path) -> WeightSource:

@@ -63,9 +63,23 @@ def test_weights_without_digests_are_used_with_a_warning(converted):
         open_weights(converted)
 
 
+PROJECT = """
+[program]
+model = {{ layers = 1, embed = 8, heads = 1, mlp = 8, vocab = 300 }}
+batch = {{ global_batch_size = 1, seq_len = 8 }}
+
+[run]
+directory = "{directory}"
+steps = 1
+data = {{ train = "data" }}
+"""
+
+
 def test_a_run_that_is_not_trained_yet_is_said_to_be_so(tmp_path):
-    (tmp_path / "config.toml").touch()
+    (tmp_path / "config.toml").write_text(PROJECT.format(directory=tmp_path / "run"))
     with pytest.raises(
         TrainingError, match=r"not trained yet; to train it: graphtrain run \S+ --c"
     ):
         open_weights(tmp_path / "run")
+    with pytest.raises(WeightsError, match="base is neither a converted folder"):
+        open_weights(tmp_path / "base")
