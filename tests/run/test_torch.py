@@ -93,4 +93,4 @@ def test_the_key_of_a_module_covers_what_it_imports_and_programs_do_not_differ(
     assert changed["graphs"][1]["digest"] != first["graphs"][1]["digest"]
     (cold.path / "mine.py").write_text(TORCH.replace("def build", "def made"))
     _, err = cold.command("compile", "config.toml", status=2)
-    assert "has no function build" in err
+    assert "mine.py defines no build; it defines made (mine.py:" in err
