@@ -15,8 +15,10 @@ import torch
 from torchax.tensor import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import (
+    and_masks,
     causal_mask_function,
-    packed_sequence_compatibility_function,
+    packed_sequence_mask_function,
+    remap_positions_for_packed_sequence,
     sdpa_mask,
     sliding_window_causal_mask_function,
 )
@@ -60,10 +62,14 @@ def _mask(
         causal = sliding_window_causal_mask_function(local_size)
     # transformers takes position_ids that do not count up for packed sequences, and adds a mask. It
     # is not needed: such position_ids come from graphtrain, whose attention knows the segments.
-    packed_causal = packed_sequence_compatibility_function(causal, *_ANYTHING)
-    if attention_mask is None and (
-        _same_function(mask_function, causal) or _same_function(mask_function, packed_causal)
-    ):
+    same_sequence = packed_sequence_mask_function(_ANYTHING)
+    in_sequence = remap_positions_for_packed_sequence(causal, _ANYTHING)
+    known = (
+        causal,
+        and_masks(same_sequence, in_sequence),  # transformers 5.23
+        and_masks(in_sequence, same_sequence),  # transformers 5.24
+    )
+    if attention_mask is None and any(_same_function(mask_function, mask) for mask in known):
         return CausalMask(local_size)
     return sdpa_mask(
         *(batch_size, q_length, kv_length),
@@ -74,12 +80,12 @@ def _mask(
     )
 
 
-_ANYTHING: Any = (..., ...)  # matches any value in _same_function
+_ANYTHING: Any = ...  # matches any value in _same_function
 
 
 def _same_function(function: Any, expected: Any) -> bool:
     """Return true if two functions have the same code and equal closure values."""
-    if expected is ...:
+    if expected is _ANYTHING:
         return True
     if isinstance(expected, tuple):
         return len(function) == len(expected) and all(map(_same_function, function, expected))
