@@ -64,6 +64,7 @@ class Checkpoints:
         layer_order: LayerOrder | None = None,
         *,
         keep_best: bool = False,
+        keep_every: int | None = None,
     ) -> None:
         """Open the checkpoints in a directory, which the first save creates.
 
@@ -73,8 +74,9 @@ class Checkpoints:
             layer_order: Order of the layer rows. Without it, checkpoints with another order cannot
                 be restored.
             keep_best: Whether to retain the checkpoint with the lowest validation loss too.
+            keep_every: Retain every checkpoint whose step is a multiple of this too.
         """
-        self._keep_best = keep_best
+        self._keep_best, self._keep_every = keep_best, keep_every
         self._named = directory  # as in messages
         self._directory = directory.absolute()  # Orbax requires an absolute path
         self._keep = max_to_keep
@@ -256,6 +258,8 @@ class Checkpoints:
         losses = {step: loss for step, loss in self._validation_losses.items() if step in steps}
         if self._keep_best and losses:
             kept.add(lowest_loss(losses))
+        if self._keep_every:
+            kept.update(step for step in steps if step % self._keep_every == 0)
         return kept
 
     def _restore(self, step: int, **items: Any) -> Any:

@@ -41,7 +41,7 @@ def read_checkpoint(
             if step is not None or distributed.count() > 1:
                 raise TrainingError(
                     f"{directory / str(chosen)} was deleted by the run while it was read (it keeps "
-                    "run.keep_checkpoints of them); try again, or name another step; the steps "
+                    "run.checkpoints.keep of them); try again, or name another step; the steps "
                     f"are {', '.join(map(str, saved_steps(directory)))}"
                 ) from error
 

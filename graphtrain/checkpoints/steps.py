@@ -61,8 +61,8 @@ def best_step(directory: Path) -> int:
             raise missing_checkpoint(directory, [])
         raise TrainingError(
             f"no checkpoint in {directory} was saved with a validation loss; set "
-            "run.data.validation and run.evaluate_every (run.keep_best saves after every "
-            "evaluation with a lower loss)"
+            "run.data.validation and run.evaluate_every (run.checkpoints.keep_best saves after "
+            "every evaluation with a lower loss)"
         )
     return lowest_loss(losses)
 

@@ -198,13 +198,14 @@ NAMES_OF = {
     ),
     "run.init_adapter_from": "initial_adapter adapter_name_or_path",
     "run.report_every": "logging_steps log_interval log_period log_freq log_every_n_steps",
-    "run.save_every": (
-        "save_steps save_interval checkpoint_period checkpoint_interval every_n_train_steps "
-        "save_checkpoint_steps"
+    "run.checkpoints.local_every": (
+        "save_every save_steps save_interval checkpoint_period checkpoint_interval "
+        "every_n_train_steps save_checkpoint_steps"
     ),
-    "run.keep_checkpoints": (
-        "save_total_limit keep_latest_k max_to_keep max_num_checkpoints_to_keep save_top_k "
-        "keep_checkpoint_max"
+    "run.checkpoints.keep_every": "keep_period keep_checkpoint_every_n_steps",
+    "run.checkpoints.keep": (
+        "keep_checkpoints save_total_limit keep_latest_k max_to_keep max_num_checkpoints_to_keep "
+        "save_top_k keep_checkpoint_max"
     ),
     "run.evaluate_every": "eval_steps eval_interval val_check_interval eval_freq",
     "run.evaluate_batches": "eval_iters limit_val_batches max_eval_batches",
@@ -263,6 +264,7 @@ _SETTING_OF = {
 # Full paths whose last word is also the name of a setting.
 _SETTING_AT: dict[tuple[str, ...], tuple[str, ...]] = {
     ("run", "schedule"): ("run", "learning_rate"),
+    ("run", "keep_best"): ("run", "checkpoints", "keep_best"),
     ("program", "schedule"): ("run", "learning_rate"),
     **{
         (*table, "name"): ("program", "optimizer", "kind")

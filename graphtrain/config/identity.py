@@ -57,9 +57,7 @@ EXECUTION = frozenset(
         "run.init_from",  # frozen weights have digests of their own, in base.json
         "run.init_adapter_from",
         "run.report_every",
-        "run.save_every",
-        "run.keep_checkpoints",
-        "run.keep_best",
+        "run.checkpoints",
         "run.evaluate_every",
         "run.evaluate_batches",
         "run.early_stopping_patience",

@@ -167,8 +167,8 @@ class TrainingLoop:
             if are_scores_due(run, completed_steps):
                 self._score_tasks(completed_steps, state)
             stopping = stop.should_stop() or self._has_stalled()
-            saving = last or completed_steps % run.save_every == 0 or stopping
-            if saving or (is_best and run.keep_best):
+            saving = last or completed_steps % run.checkpoints.local_every == 0 or stopping
+            if saving or (is_best and run.checkpoints.keep_best):
                 self._finish_pending_step()  # checks that the loss is finite before saving
                 self.data_check.raise_if_damaged()
                 watchdog.move(SAVING, completed_steps)

@@ -272,11 +272,13 @@ def _open_tasks(
 
 
 def _open_checkpoints(program: ResolvedProgram, run: Run, stack: ExitStack) -> Checkpoints:
+    settings = run.checkpoints
     checkpoints = Checkpoints(
         Path(run.directory) / "checkpoints",
-        run.keep_checkpoints,
+        settings.keep,
         layer_order_of(program),
-        keep_best=run.keep_best,
+        keep_best=settings.keep_best,
+        keep_every=settings.keep_every,
     )
     stack.callback(checkpoints.close)
     return checkpoints

@@ -52,7 +52,8 @@ LOST, USER_ERROR, COMPUTED = 75, 2, 0
 CASES = ("kill", "stop", "block", "disk")
 HOST_CASES = ("kill-host", "stop-host")
 STEPS = [
-    "run.steps=100000", "run.save_every=3", "run.evaluate_every=5", "run.evaluate_batches=3",
+    "run.steps=100000", "run.checkpoints.local_every=3", "run.evaluate_every=5",
+    "run.evaluate_batches=3",
 ]  # fmt: skip
 BLOCKED_LOADER = """
 import sys, threading

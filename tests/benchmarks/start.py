@@ -54,7 +54,9 @@ seq_len = {LENGTH}
 [run]
 directory = "run"
 steps = 1
-save_every = 1000000
+[run.checkpoints]
+local_every = 1000000
+
 [run.data]
 train = "data/train"
 """

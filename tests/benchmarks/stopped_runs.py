@@ -42,8 +42,9 @@ STOPPED, DEFAULT_ACTION, LOST = 128 + signal.SIGTERM, -signal.SIGTERM, 75
 STEPS, SAVE_EVERY, EVALUATE_EVERY, BATCHES = 120, 3, 5, 8
 MOMENTS = ("load", "train", "save", "evaluation", "compile")
 SETTINGS = [
-    f"run.steps={STEPS}", f"run.save_every={SAVE_EVERY}", f"run.evaluate_every={EVALUATE_EVERY}",
-    f"run.evaluate_batches={BATCHES}", "run.watchdog.join_timeout=30",
+    f"run.steps={STEPS}", f"run.checkpoints.local_every={SAVE_EVERY}",
+    f"run.evaluate_every={EVALUATE_EVERY}", f"run.evaluate_batches={BATCHES}",
+    "run.watchdog.join_timeout=30",
 ]  # fmt: skip
 WORDS = [word for setting in SETTINGS for word in ("--set", setting)]
 EVALUATION = """

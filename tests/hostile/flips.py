@@ -39,7 +39,9 @@ seq_len = 16
 [run]
 directory = "run"
 steps = 3
-keep_checkpoints = 1
+[run.checkpoints]
+keep = 1
+
 [run.data]
 train = "data/train"
 validation = "data/validation"

@@ -35,8 +35,10 @@ seq_len = 32
 [run]
 directory = "run"
 steps = 16
-save_every = 4
 report_every = 1
+
+[run.checkpoints]
+local_every = 4
 
 [run.data]
 train = "data/train"

@@ -57,7 +57,7 @@ def test_two_hosts_train_as_a_cpu_does_and_one_goes_on(cold):
 
 @installed
 def test_a_signal_saves_and_the_next_run_goes_on(cold):
-    words = ["config.toml", "--target", "ascend-cpu:1", "--set", "run.save_every=100"]
+    words = ["config.toml", "--target", "ascend-cpu:1", "--set", "run.checkpoints.local_every=100"]
     words += ["--set", "run.steps=400"]
     cold.command("compile", *words)
     process = cold.start("run", *words)

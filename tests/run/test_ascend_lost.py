@@ -9,7 +9,7 @@ import pytest
 from places import BLOCKED_LOADER, PROGRESS, Place, meeting_address
 
 TWO = ["--target", "ascend-cpu:2", "--set", "program.mesh.data=2"]
-LONG = ["--set", "run.steps=100000", "--set", "run.save_every=100000"]
+LONG = ["--set", "run.steps=100000", "--set", "run.checkpoints.local_every=100000"]
 LONG += ["--set", "run.watchdog.step_timeout=6.0"]
 LOST = 75  # status of a run that lost a rank
 

@@ -4,9 +4,10 @@
 OVERFIT = [
     "--set", "run.learning_rate.schedule=constant", "--set", "run.learning_rate.peak=3",
     "--set", "run.learning_rate.warmup_steps=14", "--set", "run.evaluate_every=2",
-    "--set", "run.keep_checkpoints=1", "--set", "run.steps=40", "--set", "run.save_every=100",
+    "--set", "run.checkpoints.keep=1", "--set", "run.steps=40",
+    "--set", "run.checkpoints.local_every=100",
 ]  # fmt: skip
-PATIENCE = ["--set", "run.keep_best=true", "--set", "run.early_stopping_patience=3"]
+PATIENCE = ["--set", "run.checkpoints.keep_best=true", "--set", "run.early_stopping_patience=3"]
 
 
 def saved(place, directory="run"):
@@ -56,7 +57,9 @@ def test_best_needs_an_evaluated_checkpoint(place):
     place.command("run", "config.toml", *none)
     _, err = place.command("convert", "graphtrain-to-hf", "run", "out", "--step", "best", status=2)
     assert "no checkpoint in run/checkpoints was saved with a validation loss" in err
-    _, err = place.command("run", "config.toml", *none, "--set", "run.keep_best=true", status=2)
+    _, err = place.command(
+        "run", "config.toml", *none, "--set", "run.checkpoints.keep_best=true", status=2
+    )
     assert "keep_best needs data.validation" in err
 
 

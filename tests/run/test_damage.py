@@ -161,7 +161,7 @@ def test_a_checkpoint_is_called_good_only_after_a_finite_step_from_it(place):
 
 
 def test_every_checkpoint_of_a_killed_run_is_complete_with_its_manifest(place):
-    words = ["--set", "run.steps=4000", "--set", "run.save_every=1", *CONSTANT]
+    words = ["--set", "run.steps=4000", "--set", "run.checkpoints.local_every=1", *CONSTANT]
     for wanted in (5, 20, 35):
         process = place.start("run", "config.toml", *words)
         while len(place.curve()) < wanted and process.poll() is None:

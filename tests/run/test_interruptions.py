@@ -29,7 +29,7 @@ def test_killed_in_the_middle_the_losses_go_on_bit_for_bit(place, words):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop_it_saves_and_says_how_to_go_on(place, number):
-    words = ["--set", "run.steps=200", "--set", "run.save_every=1000"]
+    words = ["--set", "run.steps=200", "--set", "run.checkpoints.local_every=1000"]
     (out, err), status = begin_and_signal(place, number, *words)
     assert status == 128 + number, err
     assert f"stopped by {number.name}" in out and "the same command resumes" in out
@@ -57,7 +57,7 @@ class Late(StopRequest):
         return answer
 
 train.stop_requests = lambda: contextlib.nullcontext(Late())
-sys.argv = ["graphtrain", "run", "config.toml", "--set", "run.save_every=1000"]
+sys.argv = ["graphtrain", "run", "config.toml", "--set", "run.checkpoints.local_every=1000"]
 main()
 """
 

@@ -140,7 +140,7 @@ def test_a_compile_job_and_a_run_job_train_as_one_process_does(cluster: Place):
 @needs_slurm
 def test_a_run_that_is_asked_to_stop_is_queued_again_and_goes_on(cluster: Place):
     # At a rate so low that rounding, which differs between processes, does not grow.
-    long = ["--set", "run.steps=200", "--set", "run.save_every=1000"]
+    long = ["--set", "run.steps=200", "--set", "run.checkpoints.local_every=1000"]
     long += ["--set", "run.learning_rate.peak=1e-4"]
     number = launched(cluster, *long)
     wait_until(lambda: len(cluster.curve()) > 5, cluster)

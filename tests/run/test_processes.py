@@ -93,7 +93,7 @@ def test_two_processes_train_as_one_does(place: Place, compiled_for_two):
 def test_a_signal_to_one_stops_both_after_the_same_step_and_one_process_goes_on(
     place: Place, compiled_for_two
 ):
-    many = ["--set", "run.steps=400", "--set", "run.save_every=1000"]
+    many = ["--set", "run.steps=400", "--set", "run.checkpoints.local_every=1000"]
     both = ranks(place, *many)
     wait_for_step(place, 3)
     both[1].send_signal(signal.SIGTERM)
@@ -106,7 +106,7 @@ def test_a_signal_to_one_stops_both_after_the_same_step_and_one_process_goes_on(
     assert [step for step, _, _ in place.curve()] == list(range(1, stopped + 5))
 
 
-LONG = ["--set", "run.steps=100000", "--set", "run.save_every=100000"]
+LONG = ["--set", "run.steps=100000", "--set", "run.checkpoints.local_every=100000"]
 # Shorter than the default of a minute, to notice a hang sooner.
 LONG += ["--set", "run.watchdog.step_timeout=6.0"]
 LOST = 75  # status of a run that lost a rank
@@ -246,7 +246,7 @@ main()
 
 def test_a_rank_that_cannot_write_its_part_of_a_checkpoint_is_named(place: Place, compiled_for_two):
     # Rank 0 writes all weights: rank 1 holds copies of them, under data parallelism.
-    saving = [*LONG, "--set", "run.save_every=3"]
+    saving = [*LONG, "--set", "run.checkpoints.local_every=3"]
     statuses, told = ended_with_errors(ranks(place, *saving, starts={0: ["-c", FULL_DISK]}))
     assert statuses == [2, 2], told
     *others, message = messages(told[0])

@@ -29,7 +29,7 @@ class Events(gt.Callback):
         events.append(["end", summary.steps])
 
 
-config = gt.load_config("config.toml", set={"run.steps": 6, "run.save_every": 4})
+config = gt.load_config("config.toml", set={"run.steps": 6, "run.checkpoints.local_every": 4})
 try:
     gt.train(config)
 except gt.errors.MissingProgram as error:

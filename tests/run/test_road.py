@@ -141,7 +141,9 @@ def test_a_run_of_another_model_is_refused(place):
 
 def test_a_loss_that_is_not_finite_stops_the_run(place):
     words = ["--set", "run.learning_rate.peak=1e30", "--set", "run.learning_rate.schedule=constant"]
-    _, err = place.command("run", "config.toml", *words, "--set", "run.save_every=1", status=2)
+    _, err = place.command(
+        "run", "config.toml", *words, "--set", "run.checkpoints.local_every=1", status=2
+    )
     assert "the batch contains documents" in err and "last good checkpoint: none" in err
     assert "run/checkpoints/1 is newer, but no step from it was finite" in err
     saved = {int(path.name) for path in (place.path / "run/checkpoints").iterdir()}

@@ -16,7 +16,7 @@ SMALL = [
 EVERY = ["--set", "run.steps=4", "--set", "run.evaluate_every=4"]
 TASKS = [
     "--set", 'run.tasks.names=["boolq"]', "--set", 'run.tasks.data="tasks"',
-    "--set", "run.tasks.every=2", "--set", "run.save_every=2",
+    "--set", "run.tasks.every=2", "--set", "run.checkpoints.local_every=2",
 ]  # fmt: skip
 
 

@@ -43,6 +43,14 @@ def test_only_the_newest_are_kept(tmp_path):
     assert saved_steps(tmp_path) == [2, 3]
 
 
+def test_steps_that_are_a_multiple_are_kept_beside_the_newest(tmp_path):
+    checkpoints = Checkpoints(tmp_path, max_to_keep=1, keep_every=2)
+    for step in (1, 2, 3, 4, 5):
+        checkpoints.save(step, state(), {})
+    checkpoints.close()
+    assert saved_steps(tmp_path) == [2, 4, 5]
+
+
 def test_arrays_of_another_program_are_named(tmp_path):
     checkpoints = Checkpoints(tmp_path, max_to_keep=1)
     checkpoints.save(1, state(), {})

@@ -70,7 +70,10 @@ def test_every_kind_of_project_loads_and_is_short(book, like):
 
 def test_a_new_project_saves_before_its_end_and_says_until_then_how_to_train_it(book):
     run = create_project(Path("p"), "gpt2", [book]).config.run
-    assert run.save_every < run.steps and run.save_every == run.evaluate_every
+    assert (
+        run.checkpoints.local_every < run.steps
+        and run.checkpoints.local_every == run.evaluate_every
+    )
     command = re.escape("not trained yet; to train it: graphtrain run p --compile")
     for step in (None, 7):
         with pytest.raises(TrainingError, match=command):

@@ -49,9 +49,11 @@ seq_len = {size.seq_len}  # tokens per sequence
 [run]
 directory = {toml(str(directory / "run"))}  # for checkpoints and metrics
 {_init_from(project)}steps = {steps}
-save_every = {every}  # steps between checkpoints, of which the newest 3 are kept
 evaluate_every = {every}
 evaluate_batches = 20
+
+[run.checkpoints]
+local_every = {every}  # steps between checkpoints, of which the newest 3 are kept
 
 [run.data]
 directory = {toml(str(directory / "data"))}  # made by graphtrain data prepare

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from graphtrain.config.schema.checkpoints import CheckpointSettings
 from graphtrain.config.schema.learning_rate import LearningRate
 from graphtrain.config.schema.types import (
     STRICT,
@@ -113,6 +114,7 @@ class Run:
     steps: Positive  # training steps
     data: Data
     learning_rate: LearningRate = LearningRate()
+    checkpoints: CheckpointSettings = CheckpointSettings()
     watchdog: Watchdog = Watchdog()
     samples: Samples | None = None  # unset: none
     tasks: Tasks | None = None  # unset: none
@@ -120,9 +122,6 @@ class Run:
     init_adapter_from: LocalPath | None = None  # initial adapter: a PEFT folder; needs adapter
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of initial weights and of the data order
     report_every: Positive = 10  # steps between reports of metrics
-    save_every: Positive = 1000  # steps between checkpoints; the last step is always saved
-    keep_checkpoints: Positive = 3  # number of newest checkpoints to keep
-    keep_best: bool = False  # save and keep the checkpoint with the lowest validation loss too
     evaluate_every: Positive | None = None  # steps between evaluations; unset: after the last step
     evaluate_batches: Positive | None = None  # global batches per evaluation; unset: all data
     early_stopping_patience: Positive | None = None  # evaluations without a lower loss, then stop
@@ -131,8 +130,12 @@ class Run:
     def __post_init__(self) -> None:
         self._check_learning_rate()
         if self.data.validation is None:
-            for name in ("keep_best", "early_stopping_patience"):
-                if getattr(self, name):
+            needing_validation = {
+                "checkpoints.keep_best": self.checkpoints.keep_best,
+                "early_stopping_patience": self.early_stopping_patience,
+            }
+            for name, value in needing_validation.items():
+                if value:
                     raise ValueError(f"{name} needs data.validation, which is not set")
 
     def _check_learning_rate(self) -> None:

@@ -69,7 +69,7 @@ BROUGHT = {
     "max_grad_norm": "program.optimizer.clip_norm",
     "lora_r": "program.adapter.rank",
     "max_steps": "run.steps",
-    "save_steps": "run.save_every",
+    "save_steps": "run.checkpoints.local_every",
     "output_dir": "run.directory",
     "model_name_or_path": "run.init_from",
 }
@@ -95,6 +95,9 @@ EARLIER = {
     "run.initial": "run.init_from",
     "run.schedule": "run.learning_rate",
     "run.data.longer": "run.data.overlong",
+    "run.save_every": "run.checkpoints.local_every",
+    "run.keep_checkpoints": "run.checkpoints.keep",
+    "run.keep_best": "run.checkpoints.keep_best",
 }
 
 

@@ -30,16 +30,17 @@ seq_len = 16
 [run]
 directory = "run"
 steps = 3
-save_every = 10
 [run.data]
 train = "data/train"
+[run.checkpoints]
+local_every = 10
 """
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """Directory of a run that was resumed at step 2 with another save_every."""
-    write_run_config(tmp_path, render(load_config(TEXT, ["run.save_every=5"])), 0)
+    """Directory of a run that was resumed at step 2 with another local_every."""
+    write_run_config(tmp_path, render(load_config(TEXT, ["run.checkpoints.local_every=5"])), 0)
     write_run_config(tmp_path, render(load_config(TEXT)), 2)
     assert (tmp_path / "config.2.toml").is_file()
     return tmp_path
@@ -59,8 +60,8 @@ def test_what_the_run_wrote_is_read_without_a_warning(run):
 
 
 @pytest.mark.parametrize("old, new, said", [
-    ("save_every = 10", "save_every = 18", "run.save_every was 10 and is 18"),
-    ("\nsave_every = 10", "\n#ave_every = 10", "run.save_every was 10 and is unset"),
+    ("local_every = 10", "local_every = 18", "run.checkpoints.local_every was 10 and is 18"),
+    ("\nlocal_every = 10", "\n#ocal_every = 10", "run.checkpoints.local_every was 10 and is unset"),
     ("# ", "#!", "its settings are the same"),
 ])  # fmt: skip
 def test_a_change_is_read_and_named(run, old, new, said):
@@ -71,7 +72,7 @@ def test_a_change_is_read_and_named(run, old, new, said):
 
 
 def test_damage_that_is_no_toml_is_named_beside_the_error(run):
-    change(run / "config.toml", "save_every = 10", "save_every 9 10")
+    change(run / "config.toml", "local_every = 10", "local_every 9 10")
     with (
         pytest.warns(UserWarning, match="as the run wrote it: it was edited or damaged"),
         pytest.raises(ConfigError, match="not valid TOML"),
@@ -80,12 +81,12 @@ def test_damage_that_is_no_toml_is_named_beside_the_error(run):
 
 
 def test_a_resumed_run_confirms_an_edit_once_and_names_damaged_copies(run):
-    change(run / "config.toml", "save_every = 10", "save_every = 18")
-    change(run / "config.2.toml", "save_every = 5", "save_every = 4")
-    text = render(load_config(TEXT, ["run.save_every=18"]))
+    change(run / "config.toml", "local_every = 10", "local_every = 18")
+    change(run / "config.2.toml", "local_every = 5", "local_every = 4")
+    text = render(load_config(TEXT, ["run.checkpoints.local_every=18"]))
     with pytest.warns(UserWarning) as given:
         write_run_config(run, text, 3)
-    assert "save_every was 10 and is 18" in str(given[0].message)
+    assert "local_every was 10 and is 18" in str(given[0].message)
     assert "config.2.toml, the settings of an earlier part of the run, is not as" in str(
         given[1].message
     )
@@ -96,7 +97,7 @@ def test_a_resumed_run_confirms_an_edit_once_and_names_damaged_copies(run):
 
 def test_a_run_killed_between_the_record_and_the_file_gives_no_warning(run):
     before = (run / "config.toml").read_bytes()
-    write_run_config(run, render(load_config(TEXT, ["run.save_every=7"])), 3)
+    write_run_config(run, render(load_config(TEXT, ["run.checkpoints.local_every=7"])), 3)
     (run / "config.toml").write_bytes(before)
     with warnings.catch_warnings(action="error"):
         load_config(run)
@@ -118,10 +119,12 @@ def test_the_record_of_something_else_is_not_believed(run):
 
 
 def test_only_rank_0_warns_of_a_change_that_all_ranks_read(run):
-    change(run / "config.toml", "save_every = 10", "save_every = 18")
+    change(run / "config.toml", "local_every = 10", "local_every = 18")
     with warnings.catch_warnings(action="error"):
-        assert check_config(run, SHOW, rank=1).config.run.save_every == 18
-    with pytest.warns(UserWarning, match="as the run wrote it: run.save_every was 10 and is 18"):
+        assert check_config(run, SHOW, rank=1).config.run.checkpoints.local_every == 18
+    with pytest.warns(
+        UserWarning, match="as the run wrote it: run.checkpoints.local_every was 10 and is 18"
+    ):
         check_config(run, SHOW, rank=0)
     # The real commands end before they connect, because of a setting that does not exist.
     for command, mark in itertools.product(("run", "evaluate"), ("0", "1")):
