@@ -64,12 +64,10 @@ def _mask(
     # is not needed: such position_ids come from graphtrain, whose attention knows the segments.
     same_sequence = packed_sequence_mask_function(_ANYTHING)
     in_sequence = remap_positions_for_packed_sequence(causal, _ANYTHING)
-    known = (
-        causal,
-        and_masks(same_sequence, in_sequence),  # transformers 5.23
-        and_masks(in_sequence, same_sequence),  # transformers 5.24
-    )
-    if attention_mask is None and any(_same_function(mask_function, mask) for mask in known):
+    packed_causal = and_masks(in_sequence, same_sequence)
+    if attention_mask is None and (
+        _same_function(mask_function, causal) or _same_function(mask_function, packed_causal)
+    ):
         return CausalMask(local_size)
     return sdpa_mask(
         *(batch_size, q_length, kv_length),

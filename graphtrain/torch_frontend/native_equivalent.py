@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from graphtrain.config.schema import TorchModel
 
 # Families that do not call graphtrain's attention; docs/guides/torch.md, Attention.
-_OWN_ATTENTION = ("bloom", "falcon", "gptj", "gpt_neo")
+_OWN_ATTENTION = ("bloom", "falcon", "gpt_neo")
 # Families whose MLP has no gate.
 _WITHOUT_GATE = (
     "bloom",

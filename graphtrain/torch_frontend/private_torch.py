@@ -1,7 +1,7 @@
 """Private interfaces of PyTorch, torchax and transformers that this package uses, one each.
 
 None of them is promised to stay. They were tried with torch 2.13.0, torchax 0.0.14.dev20261026 and
-transformers 5.23.0; pyproject.toml pins the first two. test_private_torch.py in
+transformers 5.24.0; pyproject.toml pins the first two. test_private_torch.py in
 tests/extras/torch_models calls each one and says what to do when it breaks.
 graphtrain/torch_xla/recorder.py is the one file for PyTorch/XLA: it runs without this package.
 """

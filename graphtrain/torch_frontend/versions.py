@@ -40,10 +40,10 @@ def check_versions(installed_versions: dict[str, str | None], *, hf: bool) -> No
             f"torch {torch} is untested with torchax {torchax}; pip install torch==2.13.0"
         )
     transformers = installed_versions["transformers"] or ""
-    if hf and not (5,) <= _numbers(transformers) < (6,):
+    if hf and not (5, 24) <= _numbers(transformers) < (6,):
         raise ImportedModelError(
-            f"transformers {transformers} cannot be traced by torchax; pip install "
-            "'transformers>=5,<6'"
+            f"transformers {transformers} is not supported: graphtrain replaces the attention of "
+            "its models by the interfaces of 5.24; pip install 'transformers>=5.24,<6'"
         )
 
 

@@ -11,7 +11,7 @@ from graphtrain.data.tokenizers.huggingface import COMPANION_FILES
 from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE
 from graphtrain.data.tokenizers.special_tokens import TOKENIZER_CONFIG
 
-# transformers 5.23 loads them with a class of their own, whatever tokenizer_config.json says, and
+# transformers 5.24 loads them with a class of their own, whatever tokenizer_config.json says, and
 # that class does not read tokenizer.model.
 _OWN_TOKENIZER = ("qwen2",)
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")

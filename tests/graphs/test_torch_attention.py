@@ -158,4 +158,4 @@ def test_what_is_kept_is_of_the_dtype_of_the_computation(tmp_path):
 
 def test_what_cannot_be_continued_says_so(tmp_path):
     with pytest.raises(ImportedModelError, match=r"one attention .* transformer\.h\.0 has 0"):
-        open_language_model(imported(tmp_path, "gptj")).cached_layers()
+        open_language_model(imported(tmp_path, "bloom")).cached_layers()

@@ -270,7 +270,7 @@ def test_a_text_after_no_token_is_refused(journal):
 
 
 def test_what_ends_an_answer_of_a_conversation_ends_a_text_and_the_penalty_is_kept(journal):
-    chat = ChatFormat(find_template("chatml", TOKENIZER, ""), TOKENIZER, (), (65, 66), ("END",))
+    chat = ChatFormat(find_template("chatml", TOKENIZER), TOKENIZER, (), (65, 66), ("END",))
     model = harness_model(journal, ToyEngine(context_length=512), chat)
     settings = {"until": ["x"], "repetition_penalty": 1.5, "top_k": 3, "do_sample": False}
     request = model._sequence("prompt", settings, 0, "task")

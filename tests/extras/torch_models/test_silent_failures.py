@@ -355,11 +355,11 @@ def test_parameters_begin_as_the_constructor_would_have_them():
         ({"torchax": None}, r"model.hf needs torchax.*run: pip install 'graphtrain\[hf\]'"),
         ({"torch": "2.13.0+cpu", "torchax": "0.0.13"}, "torchax 0.0.13 does not import with torch"),
         ({"torch": "2.9.0", "torchax": "0.0.14.dev1"}, "torch 2.9.0 is untested"),
-        ({"transformers": "4.57.0"}, "transformers 4.57.0 cannot be traced"),
+        ({"transformers": "5.23.0"}, "transformers 5.23.0 is not supported"),
     ],
 )
 def test_versions_that_do_not_go_together_are_named(found, words):
-    known = {"torch": "2.13.0", "torchax": "0.0.14.dev20261026", "transformers": "5.23.0"}
+    known = {"torch": "2.13.0", "torchax": "0.0.14.dev20261026", "transformers": "5.24.0"}
     check_versions(known, hf=True)
     with pytest.raises((ImportedModelError, MissingExtra), match=words):
         check_versions(known | found, hf=True)
