@@ -145,7 +145,7 @@ def status(config: Path, overrides: Sequence[str]) -> None:
     directory = Path(load_config(config, overrides, None).run.directory)
     for name, (job_id, state) in status(directory / "launch").items():
         click.echo(f"{name + ':':<9}job {job_id}, {state}")
-    steps = [metrics for metrics in read_journal(directory) if "loss" in metrics]
+    steps = [one for one in read_journal(directory) if one.get("loss") is not None]
     if steps:
         click.echo(f"step {steps[-1]['step']}, loss {steps[-1]['loss']:.4f}")
 

@@ -131,6 +131,13 @@ NAMES_OF = {
     "program.batch.cross_document_attention": (
         "documents reset_attention_mask document_mask eod_mask_loss reset_position_ids"
     ),
+    "program.precision": "grad_scaler gradscaler",
+    "program.precision.loss_scale": "loss_scaling static_loss_scale dynamic_loss_scale",
+    "program.precision.initial_scale": (
+        "init_scale initial_loss_scale initial_scale_power loss_scale_value"
+    ),
+    "program.precision.growth_interval": "loss_scale_window scale_window",
+    "program.precision.growth_factor": "scale_factor",
     "program.optimizer.kind": "opt_type optim optimizer_type optimizer_name optimizer_class",
     "program.optimizer.momentum": "muon_momentum muon_beta sgd_momentum",
     "program.optimizer.nesterov": "muon_use_nesterov use_nesterov",
@@ -236,6 +243,7 @@ _CONVERSIONS = {
     "dcn_fsdp_parallelism": _PRODUCT,
     "document_mask": "true is false",
     "epochs": _STEPS,
+    "initial_scale_power": "initial_scale = 2 ** {name}",
     "learning_rate_final_fraction": _MINIMUM,
     "local_batch_size": _ACCUMULATED,
     "lr_min": "a rate; where it is a fraction: " + _MINIMUM,

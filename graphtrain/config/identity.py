@@ -23,6 +23,7 @@ MATHEMATICS = frozenset(
         "program.model",
         "program.batch",
         "program.optimizer",
+        "program.precision",
         "program.loss",
         "program.adapter",
         "run.data.train",

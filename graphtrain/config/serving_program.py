@@ -90,14 +90,22 @@ def _weights_dtype(program: ResolvedProgram) -> Literal["float32", "bfloat16", "
     serve = program.settings.serve
     if serve.weights_dtype != "auto":
         return serve.weights_dtype
-    return program.model.dtype if serve.dtype == "auto" else serve.dtype
+    return _serving_dtype(program.model) if serve.dtype == "auto" else serve.dtype
+
+
+def _serving_dtype(model: Model) -> Literal["float32", "bfloat16"]:
+    """Return the dtype in which a model is served where no setting says another.
+
+    Kernels of serving have no float16, whose range is only a loss while a model is trained.
+    """
+    return "bfloat16" if model.dtype == "float16" else model.dtype
 
 
 def _serving_model(program: ResolvedProgram) -> Model:
     """Return the model with the dtype of serving, and without what only training needs."""
     model, dtype = program.model, program.settings.serve.dtype
     if dtype == "auto":
-        dtype = "float32" if program.target.platform == "cpu" else model.dtype
+        dtype = "float32" if program.target.platform == "cpu" else _serving_dtype(model)
     model = replace(model, dtype=dtype)
     if is_imported(model) or model.moe is None:
         return model

@@ -37,10 +37,11 @@ def reduce_scatter(program: ResolvedProgram) -> str:
 def activation_dtype(program: ResolvedProgram) -> tuple[int, str]:
     """Return the bytes per element and the dtype in which activations and weights are sent.
 
-    XLA for CPUs converts bfloat16 to float32 before it sends.
+    XLA for CPUs converts bfloat16 and float16 to float32 before it sends.
     """
-    narrow = program.model.dtype == "bfloat16" and program.target.platform != "cpu"
-    return (2, "bf16") if narrow else (4, "f32")
+    if program.model.dtype == "float32" or program.target.platform == "cpu":
+        return 4, "f32"
+    return 2, "f16" if program.model.dtype == "float16" else "bf16"
 
 
 def recomputes(program: ResolvedProgram) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema.types import item_bytes
 from graphtrain.cost_model.compute import PartFlops
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
@@ -43,7 +44,7 @@ def rooflines(program: ResolvedProgram, parts: Sequence[PartFlops]) -> tuple[Par
 
 def _weight_bytes(program: ResolvedProgram) -> dict[Part, float]:
     """Return the bytes of weights that a device's products read in a step, by part."""
-    item = 2 if program.model.dtype == "bfloat16" else 4
+    item = item_bytes(program.model.dtype)
     stages = program.mesh.axes.get("stage", 1)
     read: dict[Part, float] = {}
     for weight in shard_weights(program):

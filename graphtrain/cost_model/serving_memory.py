@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from graphtrain.config.schema.types import item_bytes
 from graphtrain.config.serving_program import batch_shards
 from graphtrain.cost_model.served_sizes import ServedSizes, vocab_weights
 from graphtrain.models.flops import is_gated
@@ -194,4 +195,4 @@ def _size(model: ServedSizes, name: str) -> list[int]:
 
 
 def _item(model: ServedSizes) -> int:
-    return 2 if model.program.model.dtype == "bfloat16" else 4
+    return item_bytes(model.program.model.dtype)

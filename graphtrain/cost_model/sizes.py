@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema.types import item_bytes
 from graphtrain.models.chunk_size import loss_chunk
 from lowering.machine.target import Target
 
@@ -54,7 +55,7 @@ class DeviceSizes:
             logit_positions=min(chunk or inside, inside),
             in_chunks=chunk is not None,
             layers=layers,
-            item_bytes=2 if model.dtype == "bfloat16" else 4,
+            item_bytes=item_bytes(model.dtype),
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema.types import item_bytes
 from graphtrain.cost_model.assessment import Memory, StepTime
 from graphtrain.cost_model.compute import expected_excess, step_flops
 from graphtrain.cost_model.memory import activation_bytes_written
@@ -104,7 +105,7 @@ def _seconds_of_memory(program: ResolvedProgram, memory: Memory) -> float | None
     if not bandwidth:
         return None
     state = 2 * (memory.parameters + memory.optimizer + memory.gradients)
-    width = 2 if program.model.dtype == "bfloat16" else 4
+    width = item_bytes(program.model.dtype)
     weights = 2 * program.batch.microbatches * memory.parameters * width / 4
     weights += 2 * program.batch.microbatches * memory.frozen
     passing = 2 * program.batch.microbatches * memory.temporaries

@@ -14,6 +14,14 @@ import optax
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.deferred_reduction import accumulate_then_reduce, can_defer
+from graphtrain.graphs.loss_scale import (
+    initial_scale,
+    loss_scale,
+    scale_metrics,
+    scale_specs,
+    unless_overflow,
+    unscaled,
+)
 from graphtrain.graphs.objectives import (
     answer_log_probs,
     cross_entropy_objective,
@@ -33,6 +41,7 @@ from graphtrain.graphs.schedule_free import gradient_point
 from graphtrain.graphs.serving import serving_graph
 from graphtrain.models.attention.ring_order import to_ring_order
 from graphtrain.models.attention.segment_mask import isolate_documents
+from graphtrain.models.compute_dtype import check_compute_dtype
 from graphtrain.models.lora.layers import apply_lora
 from graphtrain.models.lora.trainable import LORA_A, frozen_arrays, trained_arrays
 from graphtrain.models.loss import dpo_loss
@@ -45,9 +54,14 @@ _SCALAR = ArraySpec((), (), "float32", "activation")
 
 
 def build_graph(program: ResolvedProgram, name: str) -> Graph:
-    """Build a graph of `names.graphs_for`."""
+    """Build a graph of `names.graphs_for`.
+
+    Raises:
+        LoweringError: the target does not compute in the model's dtype.
+    """
     if (graph := serving_graph(program, name)) is not None:
         return graph
+    check_compute_dtype(program)
     return {"init": _init, "train": _train, "evaluate": _evaluate}[name](program)
 
 
@@ -68,6 +82,7 @@ def _init(program: ResolvedProgram) -> Graph:
                 "optimizer": pack(_optimizer(program).init(parameters)),
                 "step": jnp.zeros((), jnp.int32),
                 "key": jax.random.key_data(dropout_key),
+                **initial_scale(program),
             }
         }
 
@@ -116,19 +131,19 @@ def _train(program: ResolvedProgram) -> Graph:
         updates, optimizer_state = optimizer.update(
             gradients, unpack(moments, template), parameters, learning_rate=learning_rate
         )
-        return {
-            "state": {
-                "parameters": optax.apply_updates(parameters, updates),
-                "optimizer": pack(optimizer_state),
-                "step": state["step"] + 1,
-                "key": state["key"],
-            },
-            "metrics": {
-                **metrics,
-                "grad_norm": optax.tree.norm(gradients),
-                "targets": batch["weights"].sum(),
-            },
+        new_state = {
+            "parameters": optax.apply_updates(parameters, updates),
+            "optimizer": pack(optimizer_state),
+            "step": state["step"] + 1,
+            "key": state["key"],
         }
+        metrics = {
+            **metrics,
+            "grad_norm": optax.tree.norm(gradients),
+            "targets": batch["weights"].sum(),
+        }
+        before = {**state, "parameters": parameters, "optimizer": moments}
+        return unless_overflow(program, before, {"state": new_state, "metrics": metrics})
 
     # Input names of a compiled program are the function's parameters, so that "frozen" must not be
     # one of them if all weights are trained.
@@ -146,7 +161,9 @@ def _train(program: ResolvedProgram) -> Graph:
         },
         {
             "state": state_specs,
-            "metrics": dict.fromkeys((*metric_names(program), "grad_norm", "targets"), _SCALAR),
+            "metrics": dict.fromkeys(
+                (*metric_names(program), "grad_norm", "targets", *scale_metrics(program)), _SCALAR
+            ),
         },
         donated=("state",),
     )
@@ -175,6 +192,14 @@ def accumulate_gradients(
         batch: Arrays (microbatches, batch, seq).
         frozen: Frozen weights, if any.
     """
+    gradients, metrics = _scaled_gradients(program, state, batch, frozen)
+    return unscaled(gradients, loss_scale(program, state)), metrics
+
+
+def _scaled_gradients(
+    program: ResolvedProgram, state: Tree, batch: Tree, frozen: Tree | None
+) -> tuple[Tree, Tree]:
+    """Return gradients, multiplied by the loss scale if there is one, and metrics."""
     batch = to_ring_order(batch)
     microbatches = program.batch.microbatches
     parameters, specs = state["parameters"], parameter_specs_of(program)
@@ -266,6 +291,7 @@ def state_specs_of(program: ResolvedProgram) -> Tree:
         "optimizer": moment_specs(template, flatten(parameters), program.optimizer),
         "step": ArraySpec((), (), "int32", "optimizer"),
         "key": ArraySpec(_key_shape(program), (None,), "uint32", "optimizer"),
+        **scale_specs(program),
     }
 
 

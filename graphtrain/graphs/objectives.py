@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.deferred_reduction import Objective, replica_key, vary_tree
+from graphtrain.graphs.loss_scale import loss_scale, scaled, unscaled
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.token_loss import weighted_loss
 from graphtrain.models.attention.segment_mask import isolate_documents
@@ -32,18 +33,22 @@ def cross_entropy_objective(
 ) -> Objective:
     """Return the objective of one microbatch; summed over microbatches it is that of the step.
 
+    It is multiplied by the loss scale, if there is one; the metrics are not.
+
     Args:
         program: Settings.
         state: Training state.
         frozen: Frozen weights, if any.
         batch: All microbatches (microbatches, batch, seq), for the number of targets.
     """
-    targets = jnp.maximum(batch["weights"].sum(), 1.0)
-    run = _forward_with(program, state, frozen, partial(token_losses, total=targets))
+    targets, scale = jnp.maximum(batch["weights"].sum(), 1.0), loss_scale(program, state)
+    # Where the loss is computed, because chunks of it compute gradients in float16 there.
+    total = targets if scale is None else targets / scale
+    run = _forward_with(program, state, frozen, partial(token_losses, total=total))
 
     def objective(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Tree]:
         (value, loss), added, metrics = run(parameters, microbatch, index)
-        return value + added, {"loss": loss, **metrics}
+        return value + scaled(added, scale), {"loss": unscaled(loss, scale), **metrics}
 
     return objective
 
@@ -103,6 +108,8 @@ def preference_objective(
 ) -> Objective:
     """Return DPO's objective of one microbatch: rows 2i are chosen answers, rows 2i + 1 rejected.
 
+    It is multiplied by the loss scale, if there is one; the metrics are not.
+
     Args:
         program: Settings.
         state: Training state.
@@ -111,13 +118,14 @@ def preference_objective(
     """
     run = _forward_with(program, state, frozen, answer_log_probs)
     pairs = jnp.maximum(pair_count(batch["weights"]), 1.0)
+    scale = loss_scale(program, state)
 
     def objective(parameters: Tree, microbatch: Tree, index: Any) -> tuple[jax.Array, Tree]:
         reference = reference_log_probs(program, frozen, microbatch)
         log_probs, added, of_layers = run(parameters, microbatch, index)
         sums = dpo_loss(log_probs - reference, pair_mask(microbatch["weights"]), program.loss)
         metrics = {name: total / pairs for name, total in sums.items()}
-        return metrics["loss"] + added, metrics | of_layers
+        return scaled(metrics["loss"] + added, scale), metrics | of_layers
 
     return objective
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.graphs.loss_scale import loss_scale, scaled, unscaled
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.token_loss import weighted_loss
 from graphtrain.models.pipeline_stages import split_batch
@@ -22,6 +23,8 @@ def pipelined_gradients(
 ) -> tuple[Tree, Tree]:
     """Return gradients and metrics of all microbatches, in which each target weighs the same.
 
+    Gradients are multiplied by the loss scale, if there is one; the metrics are not.
+
     Args:
         program: Settings.
         stages: Division of the layers.
@@ -29,8 +32,9 @@ def pipelined_gradients(
         batch: Arrays (microbatches, batch, seq).
         key: Random key of the step, for dropout.
     """
+    scale = loss_scale(program, state)
     total = jnp.maximum(batch["weights"].sum(), 1.0)
-    batch = {**batch, "weights": batch["weights"] / total}
+    batch = {**batch, "weights": scaled(batch["weights"] / total, scale)}
     model, count = open_language_model(program.model), program.batch.microbatches
 
     def score(logits: jax.Array, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
@@ -41,17 +45,19 @@ def pipelined_gradients(
         if model.has_dropout
         else None
     )
-    pipeline = model.pipeline(stages, score, keys, 1 / count, batch["tokens"])
+    term_weight = scaled(1 / count, scale)
+    pipeline = model.pipeline(stages, score, keys, term_weight, batch["tokens"])
     if program.pipeline.schedule == "1f1b":
         parameters = model.split_for_pipeline(state["parameters"])
         value, gradients = one_f_one_b_gradients(pipeline, parameters, batch)
-        return model.merge_gradients(gradients, state["parameters"]), _by_name(value.metrics)
+        merged = model.merge_gradients(gradients, state["parameters"])
+        return merged, unscaled(_by_name(value.metrics), scale)
 
     def objective(parameters: Tree) -> PipelineLoss:
         return pipeline_loss(pipeline, model.split_for_pipeline(parameters), batch)
 
     (_, metrics), gradients = jax.value_and_grad(objective, has_aux=True)(state["parameters"])
-    return gradients, _by_name(metrics)
+    return gradients, unscaled(_by_name(metrics), scale)
 
 
 def _by_name(metrics: tuple[jax.Array, Tree]) -> Tree:

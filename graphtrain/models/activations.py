@@ -1,6 +1,6 @@
 """Activation of an MLP, multiplied by the up projection where the MLP is gated.
 
-On CPUs bfloat16 inputs are computed in float32 and rounded once. XLA:CPU would round to bfloat16
+On CPUs inputs of 16 bits are computed in float32 and rounded once. XLA:CPU would round to 16 bits
 after every operation, which costs more than the operation. The backward pass recomputes the
 activation instead of reading what the forward pass wrote.
 """
@@ -20,7 +20,7 @@ Activation = Callable[[jax.Array], jax.Array]
 
 def apply_activation(activate: Activation, gate_up: list[jax.Array]) -> jax.Array:
     """Return hidden values from [gate, up], or from [up] without a gate, all (batch, seq, mlp)."""
-    if on_cpu() and gate_up[0].dtype == jnp.bfloat16:
+    if on_cpu() and gate_up[0].dtype != jnp.float32:
         return _apply_in_float32(activate, gate_up)
     *gate, up = gate_up
     return activate(gate[0]) * up if gate else activate(up)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema.types import item_bytes
 from graphtrain.models.flops import step_flops_per_token
 from sharding_rules.errors import ShardingError
 
@@ -85,7 +86,7 @@ def loss_chunk(program: ResolvedProgram) -> int | None:
         positions=positions,
         vocab=model.vocab,
         embed=model.embed,
-        item=2 if model.dtype == "bfloat16" else 4,
+        item=item_bytes(model.dtype),
         step_flops=step_flops_per_token(program.settings),
     )
     return best_chunk(logits, target.memory_bytes)

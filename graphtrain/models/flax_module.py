@@ -125,7 +125,7 @@ class FlaxLanguageModel(ModuleFacts):
         raise self._no_pipeline()
 
     def pipeline(
-        self, stages: Any, score: Any, keys: Any, term_weight: float, tokens: jax.Array
+        self, stages: Any, score: Any, keys: Any, term_weight: Any, tokens: jax.Array
     ) -> NoReturn:
         raise self._no_pipeline()
 

@@ -1,4 +1,4 @@
-"""Matrix product of all models: bfloat16 operands, float32 sums, forward and backward."""
+"""Matrix product of all models: operands of 16 bits, float32 sums, forward and backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ source_lines.report_callers(__file__)
 def dot(
     equation: str, a: jax.Array, b: jax.Array | Int8Weight, dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """Return the einsum of two arrays, in bfloat16 if either is, with float32 sums.
+    """Return the einsum of two arrays, in 16 bits if either has them, with float32 sums.
 
     The result has the dtype of the computation unless `dtype` is given. Gradients are computed in
     the same way and have the dtype of their operand, so that the gradient of a float32 weight is
@@ -38,8 +38,8 @@ def dot(
 
     Args:
         equation: Einsum equation; every letter is in at least two of the three arrays.
-        a: First operand, float32 or bfloat16.
-        b: Second operand, float32 or bfloat16, or weights of int8.
+        a: First operand, float32, bfloat16 or float16.
+        b: Second operand, of the same dtypes, or weights of int8.
         dtype: Dtype of the result; float32 keeps the sums unrounded.
     """
     if isinstance(b, Int8Weight):
@@ -166,7 +166,11 @@ def _rounds_sums() -> bool:
 
 
 def _computed_in(a: jax.Array, b: jax.Array) -> DTypeLike:
-    return jnp.bfloat16 if jnp.bfloat16 in (a.dtype, b.dtype) else jnp.float32
+    """Return the narrower dtype of two operands; no product has one of each 16-bit dtype."""
+    for dtype in (jnp.bfloat16, jnp.float16):
+        if dtype in (a.dtype, b.dtype):
+            return dtype
+    return jnp.float32
 
 
 def _forward(

@@ -343,10 +343,10 @@ def _gather(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """All-gather the first dimension over mesh axes, in float32 on CPUs.
 
     The gradient is a reduce-scatter, and XLA:CPU aborts on one of bfloat16 inside a shard_map
-    (jaxlib 0.10). It sends bfloat16 as float32 anyway.
+    (jaxlib 0.10). It sends 16-bit floats as float32 anyway.
     """
     target, sent = traced_target(), array
-    if target is not None and target.platform == "cpu" and array.dtype == jnp.bfloat16:
+    if target is not None and target.platform == "cpu" and array.dtype != jnp.float32:
         sent = array.astype(jnp.float32)
     return jax.lax.all_gather(sent, axes, tiled=True).astype(array.dtype)
 

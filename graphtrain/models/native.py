@@ -70,7 +70,7 @@ class NativeModel:
         stages: Stages,
         score: LossFunction,
         keys: Keys | None,
-        term_weight: float,
+        term_weight: jax.Array | float,
         tokens: jax.Array,
     ) -> Pipeline:
         from graphtrain.models import pipeline_stages

@@ -61,7 +61,11 @@ def _leading(stages: Stages) -> tuple[int, ...]:
 
 
 def decoder_pipeline(
-    model: Model, stages: Stages, score: LossFunction, keys: Keys | None, term_weight: float
+    model: Model,
+    stages: Stages,
+    score: LossFunction,
+    keys: Keys | None,
+    term_weight: jax.Array | float,
 ) -> Pipeline:
     """Build the decoder's pipeline: embedding, stages of layers, final norm with LM head.
 

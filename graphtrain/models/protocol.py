@@ -90,7 +90,7 @@ class LanguageModel(Protocol):
         stages: Stages,
         score: LossFunction,
         keys: Keys | None,
-        term_weight: float,
+        term_weight: jax.Array | float,
         tokens: jax.Array,
     ) -> Pipeline:
         """Build the Pipeline of the model: what each part computes of one microbatch.

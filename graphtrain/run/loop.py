@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,20 @@ def run_validation_batches(
         rows=rows,
         share=index_share(),
     )
+
+
+def is_overflow(metrics: Mapping[str, Any]) -> bool:
+    """Return whether a step was skipped because its gradients overflowed by their scale.
+
+    At a loss scale of 1 or less the scale is not the reason.
+    """
+    return (
+        not math.isfinite(float(metrics["grad_norm"])) and float(metrics.get("loss_scale", 0)) > 1
+    )
+
+
+def _if_finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass
@@ -229,26 +243,31 @@ class TrainingLoop:
         """Wait for the metrics of the last started step, check that they are finite, write them.
 
         Raises:
-            TrainingError: the loss or the gradient norm is not finite.
+            TrainingError: the loss or the gradient norm is not finite, and a smaller loss scale
+                cannot help.
         """
         if self._pending is None:
             return
         completed_steps, metrics, rate, waited = self._pending
         self._pending = None
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        extra_metrics = {
+        extra_metrics: dict[str, float | int | None] = {
             name: float(metrics[name]) for name in metrics if name not in _COMMON_METRICS
         }
+        if was_skipped := is_overflow(metrics):
+            extra_metrics = {name: _if_finite(value) for name, value in extra_metrics.items()}
+        if "skipped_steps" in metrics:
+            extra_metrics["skipped_steps"] = int(metrics["skipped_steps"])
         now = time.perf_counter()
         seconds, self._last_finished_at = now - self._last_finished_at, now
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if not (was_skipped or (math.isfinite(loss) and math.isfinite(norm))):
             raise TrainingError(self._not_finite(completed_steps, loss, norm))
         tokens_per_second = self.program.batch.tokens / seconds
         self._write(
             {
                 "step": completed_steps,
-                "loss": loss,
-                "grad_norm": norm,
+                "loss": _if_finite(loss),
+                "grad_norm": _if_finite(norm),
                 **extra_metrics,
                 "learning_rate": rate,
                 "targets": int(metrics["targets"]),

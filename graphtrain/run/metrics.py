@@ -26,6 +26,7 @@ _EXACT_DIGITS = {
     "accuracy": 9,
     "grad_norm": 9,
     "learning_rate": 9,
+    "loss_scale": 17,
     "validation_loss": 17,
 }
 _MAX_BYTES = 16 << 30  # a record has some 300 bytes
@@ -41,7 +42,9 @@ METRICS = {
     "expert_load_max": "mixtures: tokens of the busiest expert over the mean; mean of all layers",
     "expert_load_min": "mixtures: the same of the least busy expert; 0 if it gets no token",
     "dropped_choices": "mixtures with a capacity: fraction of the expert choices that are dropped",
-    "grad_norm": "norm of all gradients together, before clipping",
+    "grad_norm": "norm of all gradients together, before clipping; null if the step was skipped",
+    "loss_scale": "float16: factor of the loss in this step, with a dynamic scale",
+    "skipped_steps": "float16: number of steps so far that were skipped because of an overflow",
     "learning_rate": "learning rate of the step",
     "targets": "number of tokens of the batch that count in the loss",
     "step_seconds": "seconds between the end of the previous step and the end of this one",
@@ -168,7 +171,7 @@ def good_steps(records: list[dict[str, Any]]) -> set[int]:
 
     The loss of step n + 1 is that of the state after step n, and so is an evaluation at step n.
     """
-    trained = {record["step"] - 1 for record in records if "loss" in record}
+    trained = {record["step"] - 1 for record in records if record.get("loss") is not None}
     return trained | {
         record["step"]
         for record in records

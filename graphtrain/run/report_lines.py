@@ -76,16 +76,22 @@ def step_line(metrics: Metrics, speed: MeanSpeed) -> str:
     """Describe a step, with the mean speed since the last description."""
     tokens_per_second, mfu = speed.take()
     fields = [
-        f"loss {metrics['loss']:.4f}",
-        f"grad norm {metrics['grad_norm']:.3f}",
+        "loss overflow" if metrics["loss"] is None else f"loss {metrics['loss']:.4f}",
+        _gradient_field(metrics["grad_norm"]),
         f"lr {metrics['learning_rate']:.2e}",
         f"{tokens_per_second:,.0f} tokens/s",
     ]
     if "accuracy" in metrics:
         fields.insert(1, f"margin {metrics['margin']:.3f}  accuracy {metrics['accuracy']:.0%}")
+    if "loss_scale" in metrics:
+        fields.append(f"scale {metrics['loss_scale']:g}, {metrics['skipped_steps']} skipped")
     if metrics["mfu"] is not None:
         fields.append(f"mfu {mfu:.1%}")
     return "  ".join(fields)
+
+
+def _gradient_field(norm: float | None) -> str:
+    return "gradient overflow" if norm is None else f"grad norm {norm:.3f}"
 
 
 def evaluation_line(metrics: Metrics) -> str:

@@ -76,7 +76,7 @@ class TorchLanguageModel(ModuleFacts):
         stages: Stages,
         score: LossFunction,
         keys: Keys | None,
-        term_weight: float,
+        term_weight: jax.Array | float,
         tokens: jax.Array,
     ) -> Pipeline:
         opened = self.opened()

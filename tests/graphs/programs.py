@@ -111,7 +111,7 @@ def gradients_graph(of: Program) -> Graph:
 
 def state_of(of: Program) -> Tree:
     """The state that seed 0 gives, on the host; the same for every mesh and batch."""
-    plain = program(model=of.model, optimizer=of.optimizer)
+    plain = program(model=of.model, optimizer=of.optimizer, precision=of.precision)
     return stored(of, jax.device_get(loaded(plain, "init")(np.uint32(0))["state"]))
 
 

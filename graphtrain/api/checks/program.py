@@ -86,12 +86,14 @@ def _remaining_problems(resolved: ResolvedProgram) -> Iterator[Problem]:
     from graphtrain.cost_model.weights import shard_weights
     from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
     from graphtrain.models.chunk_size import loss_chunk
+    from graphtrain.models.compute_dtype import check_compute_dtype
     from graphtrain.models.lora.trainable import served_adapter_arrays
 
     def serve_adapters(resolved: ResolvedProgram) -> object:
         return served_adapter_arrays(resolved.settings)
 
-    for check in (shard_weights, step_uses_flash_kernel, loss_chunk, serve_adapters):
+    checks = check_compute_dtype, shard_weights, step_uses_flash_kernel, loss_chunk, serve_adapters
+    for check in checks:
         try:
             check(resolved)
         except (ShardingError, LoweringError) as error:

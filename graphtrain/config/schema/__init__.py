@@ -20,6 +20,7 @@ from graphtrain.config.schema.model import (
     RopeScaling,
 )
 from graphtrain.config.schema.optimizer import Optimizer
+from graphtrain.config.schema.precision import LossScaling, Precision
 from graphtrain.config.schema.program import (
     Program,
     check_pipeline,
@@ -48,12 +49,14 @@ __all__ = [
     "FlaxModel",
     "LearningRate",
     "Loss",
+    "LossScaling",
     "Mesh",
     "MixtureOfExperts",
     "Model",
     "Optimizer",
     "Packing",
     "PipelineSettings",
+    "Precision",
     "Program",
     "Remat",
     "RopeScaling",

@@ -13,6 +13,7 @@ from graphtrain.config.schema.loss import Loss
 from graphtrain.config.schema.mesh import Mesh, PipelineSettings
 from graphtrain.config.schema.model import Model
 from graphtrain.config.schema.optimizer import Optimizer
+from graphtrain.config.schema.precision import Precision
 from graphtrain.config.schema.serve import Serve
 from graphtrain.config.schema.torch_model import TorchModel, is_imported
 from graphtrain.config.schema.types import STRICT, LocalPath
@@ -58,6 +59,7 @@ class Program:
     mesh: Mesh = Mesh(data="rest")
     model: AnyModel
     batch: Batch
+    precision: Precision = Precision()
     optimizer: Optimizer = Optimizer()
     loss: Loss = Loss()
     pipeline: PipelineSettings = PipelineSettings()
@@ -65,6 +67,7 @@ class Program:
     serve: Serve = Serve()
 
     def __post_init__(self) -> None:
+        self.precision.check_dtype(self.model.dtype)
         if is_imported(self.model):
             _check_imported(self)
         else:

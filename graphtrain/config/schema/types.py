@@ -1,6 +1,6 @@
 """Types that settings of several tables share."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -20,6 +20,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
 Plain = str | bool | int | float | list[str | bool | int | float]  # arguments of user code
+ComputeDtype = Literal["bfloat16", "float16", "float32"]
 DropoutRate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -42,3 +43,8 @@ def set_derived_defaults(settings: object, **defaults: Any) -> None:
     for name, value in defaults.items():
         if getattr(settings, name) is None:
             object.__setattr__(settings, name, value)
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the bytes of one activation of a ComputeDtype."""
+    return 4 if dtype == "float32" else 2

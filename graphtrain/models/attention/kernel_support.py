@@ -109,7 +109,7 @@ def why_no_kernel(spec: AttentionSpec, target: Target) -> str:
             'kernels do not support batch.gradient_reduction = "per_step", which computes '
             "gradients for each replica"
         )
-    if spec.dtype != "bfloat16":
+    if spec.dtype == "float32":
         return f"kernels compute in bfloat16, and program.model.dtype is {spec.dtype}"
     if spec.alibi:
         return "kernels do not support ALiBi"

@@ -1,0 +1,77 @@
+"""[program.precision]: the loss scale of models that compute in float16."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from graphtrain.config.schema.types import STRICT, Positive, PositiveFloat
+
+_INITIAL_SCALE = 65536.0
+_GROWTH_INTERVAL = 2000
+_GROWTH_FACTOR = 2.0
+_BACKOFF_FACTOR = 0.5
+_OF_DYNAMIC = ("initial_scale", "growth_interval", "growth_factor", "backoff_factor")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Precision:
+    """Loss scale of float16. Gradients that would round to zero are computed from a larger loss.
+
+    All settings are unset by default, so that checkpoints of other dtypes do not name them. The
+    dtype of computation is program.model.dtype.
+
+    Source: Micikevicius et al. 2017, section 3.2, https://arxiv.org/abs/1710.03740; the settings
+    and their defaults are those of torch.amp.GradScaler.
+    """
+
+    # dynamic: grows until a gradient overflows, and that step is skipped. A number: constant.
+    loss_scale: Literal["dynamic"] | PositiveFloat | None = None  # float16; unset: "dynamic"
+    initial_scale: PositiveFloat | None = None  # dynamic: scale of the first step; unset: 65536
+    growth_interval: Positive | None = None  # dynamic: steps without overflow; unset: 2000
+    growth_factor: Annotated[float, Field(gt=1)] | None = None  # dynamic: after them; unset: 2
+    backoff_factor: Annotated[float, Field(gt=0, lt=1)] | None = None  # at overflow; unset: 0.5
+
+    def __post_init__(self) -> None:
+        used = [name for name in _OF_DYNAMIC if getattr(self, name) is not None]
+        if used and self.loss_scale not in (None, "dynamic"):
+            raise ValueError(
+                f'{used[0]} is a setting of loss_scale = "dynamic"; '
+                f"remove it, or loss_scale = {self.loss_scale}"
+            )
+
+    def check_dtype(self, dtype: str) -> None:
+        """Refuse a loss scale where the model does not compute in float16.
+
+        Raises:
+            ValueError: names the setting and the change to make.
+        """
+        names = [name for name in ("loss_scale", *_OF_DYNAMIC) if getattr(self, name) is not None]
+        if names and dtype != "float16":
+            raise ValueError(
+                f'precision.{names[0]} is for model.dtype = "float16", and it is "{dtype}", whose '
+                "gradients do not overflow; remove it"
+            )
+
+    def scaling(self, dtype: str) -> "LossScaling | float | None":
+        """Return the dynamic scaling or the constant scale of the loss; None: it is not scaled."""
+        if dtype != "float16":
+            return None
+        if isinstance(self.loss_scale, float):
+            return self.loss_scale
+        return LossScaling(
+            initial=self.initial_scale or _INITIAL_SCALE,
+            growth_interval=self.growth_interval or _GROWTH_INTERVAL,
+            growth_factor=self.growth_factor or _GROWTH_FACTOR,
+            backoff_factor=self.backoff_factor or _BACKOFF_FACTOR,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """Dynamic loss scaling with every setting that was left out."""
+
+    initial: float
+    growth_interval: int
+    growth_factor: float
+    backoff_factor: float
