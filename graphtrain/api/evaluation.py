@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,6 +48,9 @@ def evaluate_tasks(
     target: str | None = None,
     set: Settings = (),
     cache: str | os.PathLike[str] | None = None,
+    coordinator: str | None = None,
+    processes: int | None = None,
+    rank: int | None = None,
     compile_hint: str = _COMPILE,
     on_progress: Callable[[str, int, int], None] = _ignore_progress,
 ) -> TaskResults:
@@ -55,6 +59,9 @@ def evaluate_tasks(
     Answers are kept in the folder `evaluation` of the run: an evaluation that was interrupted does
     not compute them again. Packages of Hugging Face that are imported by it are offline from then
     on, in this process.
+
+    With several processes, each of them calls this. Rank 0 alone reads the data, and has the
+    samples in its results.
 
     Args:
         run: Directory or summary of a run, or its configuration in any form.
@@ -72,6 +79,9 @@ def evaluate_tasks(
         target: Machine to run on, in place of program.target.
         set: Settings to change.
         cache: Directory of compiled programs; None for $GRAPHTRAIN_CACHE, else ./cache.
+        coordinator: Address of rank 0, host:port, if there are several processes.
+        processes: Number of processes.
+        rank: Rank of this process, from 0.
         compile_hint: What compiles missing programs, for the error message.
         on_progress: Called with "scoring" or "generating", the number of requests that are
             answered, and that of all.
@@ -83,9 +93,9 @@ def evaluate_tasks(
     from graphtrain.checkpoints.steps import named_step
     from graphtrain.run.serving.weights import check_step
 
-    model = _Model.of(
-        run, chat_template if apply_chat_template else None, bos, target, set, cache, compile_hint
-    )
+    template = chat_template if apply_chat_template else None
+    peers = _Peers(coordinator, processes, rank)
+    model = _Model.of(run, template, bos, target, set, cache, peers, compile_hint)
     with _lm_eval():
         from graphtrain.run.evaluation.evaluate_tasks import evaluate_tasks as evaluate
         from graphtrain.run.evaluation.loaded_tasks import TaskSettings
@@ -116,6 +126,9 @@ def evaluate_steps(
     target: str | None = None,
     set: Settings = (),
     cache: str | os.PathLike[str] | None = None,
+    coordinator: str | None = None,
+    processes: int | None = None,
+    rank: int | None = None,
     compile_hint: str = _COMPILE,
     on_progress: Callable[[str, int, int], None] = _ignore_progress,
     on_step: Callable[[int], None] = _ignore_step,
@@ -139,6 +152,9 @@ def evaluate_steps(
         target: Machine to run on, in place of program.target.
         set: Settings to change.
         cache: Directory of compiled programs; None for $GRAPHTRAIN_CACHE, else ./cache.
+        coordinator: Address of rank 0, host:port, if there are several processes.
+        processes: Number of processes.
+        rank: Rank of this process, from 0.
         compile_hint: What compiles missing programs, for the error message.
         on_progress: Called with the kind of request, the number of those answered, and that of all.
         on_step: Called with each step before it is evaluated.
@@ -148,10 +164,11 @@ def evaluate_steps(
         TrainingError: there are no checkpoints, or not all of these.
         UserError: something else that the user can change; its text says what.
     """
+    peers = _Peers(coordinator, processes, rank)
     if not tasks:
-        return _losses_of_steps(run, steps, target, set, cache, compile_hint, on_step)
+        return _losses_of_steps(run, steps, target, set, cache, peers, compile_hint, on_step)
     template = chat_template if apply_chat_template else None
-    model = _Model.of(run, template, bos, target, set, cache, compile_hint)
+    model = _Model.of(run, template, bos, target, set, cache, peers, compile_hint)
     with _lm_eval():
         from graphtrain.run.evaluation.evaluate_tasks import evaluate_steps as evaluate
         from graphtrain.run.evaluation.loaded_tasks import TaskSettings
@@ -177,6 +194,7 @@ def _losses_of_steps(
     target: str | None,
     set: Settings,
     cache: str | os.PathLike[str] | None,
+    peers: _Peers,
     compile_hint: str,
     on_step: Callable[[int], None],
 ) -> EvaluationCurve:
@@ -185,11 +203,11 @@ def _losses_of_steps(
     from graphtrain.config.resolve import resolve
     from graphtrain.run.evaluate import checkpoint_loss
     from graphtrain.run.evaluation_curve import EvaluationCurve
-    from graphtrain.run.processes import join_run
 
-    config = checked_config(run, evaluation_purpose(bigram=False), set=set, target=target).config
+    purpose = evaluation_purpose(bigram=False)
+    config = checked_config(run, purpose, set=set, target=target, rank=peers.known_rank).config
     program, losses = resolve(config.program), {}
-    join_run(program.target, config.run.watchdog, None, None, None)
+    peers.join(config)
     for step in _steps_of(Path(config.run.directory) / "checkpoints", steps):
         on_step(step)
         result = checkpoint_loss(
@@ -228,6 +246,30 @@ def _lm_eval() -> AbstractContextManager[None]:
     return optional_import("an evaluation of tasks")
 
 
+@dataclass(frozen=True)
+class _Peers:
+    """The processes that evaluate together; None where the environment says it."""
+
+    coordinator: str | None
+    processes: int | None
+    rank: int | None
+
+    @property
+    def known_rank(self) -> int:
+        """Rank that this process has once it has joined the others."""
+        from graphtrain.run.processes import expected_rank
+
+        return expected_rank(self.coordinator, self.processes, self.rank)
+
+    def join(self, config: Config) -> None:
+        """Connect this process to the others."""
+        from graphtrain.run.processes import join_run
+        from lowering.machine.target import Target
+
+        target = Target.parse(config.program.target)
+        join_run(target, config.run.watchdog, self.coordinator, self.processes, self.rank)
+
+
 class _Model:
     """Run that is evaluated on tasks: how its prompts are read, and its weights are loaded."""
 
@@ -254,10 +296,13 @@ class _Model:
         target: str | None,
         settings: Settings,
         cache: str | os.PathLike[str] | None,
+        peers: _Peers,
         compile_hint: str,
     ) -> _Model:
-        """Check a run and open its tokenizer."""
-        config = checked_config(run, SERVE, set=settings, target=target).config
+        """Check a run, connect its processes, and open its tokenizer."""
+        rank = peers.known_rank
+        config = checked_config(run, SERVE, set=settings, target=target, rank=rank).config
+        peers.join(config)
         with _lm_eval():
             from graphtrain.run.evaluation.text_format import open_text_format
         return cls(config, open_text_format(config, chat_template, bos), cache, compile_hint)

@@ -33,7 +33,7 @@ _TASK_OPTIONS = (
     "data", "limit", "fewshot", "samples", "report", "apply_chat_template", "chat_template",
     "allow_code", "bos",
 )  # fmt: skip
-_LOSS_OPTIONS = ("bigram", "coordinator", "count", "rank")
+_LOSS_OPTIONS = ("bigram",)
 _NOT_OF_CURVES = ("step", "samples", "report", *_LOSS_OPTIONS)
 
 
@@ -155,38 +155,43 @@ def command(
     _check_options(with_tasks=tasks is not None, with_steps=steps is not None)
     hint = compile_hint(config, target, overrides, cache)
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    peers = {name: options[name] for name in ("coordinator", "rank")}
+    peers["processes"] = options["count"]
     if steps is not None:
         given = {name: options[name] for name in _TASK_OPTIONS if name not in _NOT_OF_CURVES}
-        given |= {"steps": steps, "cache": cache, "set": overrides, "target": target}
+        given |= {"steps": steps, "cache": cache, "set": overrides, "target": target, **peers}
         hint += " --for evaluate" if names else ""
         _evaluate_steps(config, names, plot, given | {"compile_hint": hint}, as_json=as_json)
         return
     if tasks is not None:
         files = {f"--{name}": options[name] for name in ("samples", "report")}
-        checked = check(config, overrides, target, SERVE, outputs=files)
+        checked = check(config, overrides, target, SERVE, outputs=files, rank=_known_rank(peers))
         given = {name: options[name] for name in _TASK_OPTIONS if f"--{name}" not in files}
-        given |= {"step": step, "cache": cache, "compile_hint": f"{hint} --for evaluate"}
+        given |= {"step": step, "cache": cache, "compile_hint": f"{hint} --for evaluate", **peers}
         _evaluate_tasks(checked, names, files, given, as_json=as_json)
         return
-    from graphtrain.run.processes import expected_rank, is_rank_zero
-
-    known = expected_rank(options["coordinator"], options["count"], options["rank"])
     purpose = evaluation_purpose(bigram=options["bigram"])
-    checked = check(config, overrides, target, purpose, rank=known)
+    checked = check(config, overrides, target, purpose, rank=_known_rank(peers))
     from graphtrain.api.runs import evaluate
+    from graphtrain.run.processes import is_rank_zero
 
     result = evaluate(
         checked,
         step=step,
         bigram=options["bigram"],
         cache=cache,
-        coordinator=options["coordinator"],
-        processes=options["count"],
-        rank=options["rank"],
         compile_hint=hint,
+        **peers,
     )
     if is_rank_zero():
         _print_loss(result, as_json=as_json)
+
+
+def _known_rank(peers: dict[str, Any]) -> int:
+    """Return the rank that this process has once it has joined the others."""
+    from graphtrain.run.processes import expected_rank
+
+    return expected_rank(peers["coordinator"], peers["processes"], peers["rank"])
 
 
 def _evaluate_steps(
@@ -195,6 +200,7 @@ def _evaluate_steps(
     """Evaluate checkpoints; print the curve, and draw it into a file."""
     from graphtrain.api.evaluation import evaluate_steps
     from graphtrain.files import atomic_write, output_exists
+    from graphtrain.run.processes import is_rank_zero
 
     kind = plot and plot.suffix.lower().removeprefix(".")
     if kind not in (None, "svg", "png"):
@@ -207,10 +213,13 @@ def _evaluate_steps(
         require_charts("--plot")
 
     def announce(step: int) -> None:
-        say(f"step {step}")
+        if is_rank_zero():
+            say(f"step {step}")
 
     with _progress() as on_progress:
         curve = evaluate_steps(config, tasks, on_progress=on_progress, on_step=announce, **options)
+    if not is_rank_zero():
+        return
     if plot is not None:
         with atomic_write(plot) as file:
             file.write(curve.picture(kind or "svg"))
@@ -247,12 +256,15 @@ def _evaluate_tasks(
     """Evaluate on tasks; print and write the results."""
     from graphtrain.api.evaluation import evaluate_tasks
     from graphtrain.files import atomic_write, output_exists
+    from graphtrain.run.processes import is_rank_zero
 
     for path in files.values():  # before an evaluation that may take hours
         if path is not None and path.exists():
             raise output_exists(path)
     with _progress() as on_progress:
         results = evaluate_tasks(checked, tasks, on_progress=on_progress, **options)
+    if not is_rank_zero():
+        return
     if (samples := files["--samples"]) is not None:
         with atomic_write(samples) as file:
             file.write(results.sample_lines().encode())

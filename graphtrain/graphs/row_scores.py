@@ -19,6 +19,7 @@ from graphtrain.graphs.sampling import likeliest
 from graphtrain.graphs.served_model import (
     continued_rows,
     decode_step,
+    read_axis,
     scalar,
     state_specs,
     weight_specs,
@@ -70,11 +71,11 @@ def row_scores_graph(program: ResolvedProgram, size: int) -> Graph:
         "targets": by_token,
         "count": scalar("int32"),
     }
-    log_prob = ArraySpec((slots, size), ("batch", None), "float32", "activation")
-    outputs = {
-        "state": state_specs(program),
-        "scores": {"log_prob": log_prob, "likeliest": by_token},
+    scores = {
+        name: ArraySpec((slots, size), (read_axis(program), None), dtype, "activation")
+        for name, dtype in (("log_prob", "float32"), ("likeliest", "int32"))
     }
+    outputs = {"state": state_specs(program), "scores": scores}
     return Graph(f"score_rows_{size}", score_rows, inputs, outputs, donated=("state",))
 
 

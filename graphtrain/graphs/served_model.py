@@ -244,6 +244,15 @@ def continued_rows(
     return CacheRows(offset, program.batch.seq_len, slot, cache_layout(program.target))
 
 
+def read_axis(program: ResolvedProgram) -> str | None:
+    """Return the array axis of slots in outputs that every process reads.
+
+    With several processes it is that of no mesh axis: each process reads only what its own devices
+    hold, and all of them decide by the same outputs what is computed next.
+    """
+    return "batch" if program.target.processes == 1 else None
+
+
 def scalar(dtype: str) -> ArraySpec:
     """Return the ArraySpec of a number."""
     return ArraySpec((), (), dtype, "activation")

@@ -29,6 +29,7 @@ from graphtrain.graphs.served_model import (
     continued_rows,
     decode_step,
     kv_cache_specs,
+    read_axis,
     scalar,
     sequence_request_specs,
     state_specs,
@@ -141,7 +142,7 @@ def _decode(program: ResolvedProgram) -> Graph:
         "state": state_specs(program),
         "enabled": ArraySpec((slots,), ("batch",), "int32", "activation"),
     }
-    outputs = _decode_outputs(program, slots, "batch")
+    outputs = _decode_outputs(program, slots, read_axis(program))
     return Graph("decode", decode, inputs, outputs, donated=("state",), has_few_rows=True)
 
 

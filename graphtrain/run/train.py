@@ -120,9 +120,11 @@ def train(
             return RunSummary(directory, start, start, None, None, history.best_step, stalled)
         initial_weights = on_all_ranks(lambda: InitialWeights.open(program, run, resuming=saved))
         names = needed_graphs(run, resuming=saved)
-        engine = _open_engine(config, program, initial_weights, cache, compile_hint)
+        engine = on_all_ranks(
+            lambda: _open_engine(config, program, initial_weights, cache, compile_hint)
+        )
         samples = _open_samples(config, engine)
-        tasks = _open_tasks(config, engine, stack)
+        tasks = on_all_ranks(lambda: _open_tasks(config, engine, stack))
         programs, prefault = _load_programs(program, cache, names, compile_hint, stack)
         stop = stack.enter_context(stop_requests())
         if stop.should_stop():  # while the programs were loaded
@@ -447,9 +449,11 @@ def is_evaluation_owed(run: Run, start: int) -> bool:
 
 def are_scores_owed(run: Run, start: int) -> bool:
     """Return whether the scores after step `start` are due, but the journal has none."""
-    journal = read_journal(Path(run.directory)) if are_scores_due(run, start) else []
+    if not are_scores_due(run, start):
+        return False
+    journal = read_journal(Path(run.directory)) if distributed.rank() == 0 else []
     is_recorded = any(record["step"] == start and has_scores(record) for record in journal)
-    return are_scores_due(run, start) and not is_recorded
+    return not distributed.all_gather_text("recorded" if is_recorded else "")[0]
 
 
 def _record_measurements(

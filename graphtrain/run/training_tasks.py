@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -11,6 +14,7 @@ from graphtrain.config.schema import Config, Tasks
 from graphtrain.run.evaluation.answer_journal import NoAnswers
 from graphtrain.run.evaluation.harness_model import EngineModel, TextFormat
 from graphtrain.run.evaluation.loaded_tasks import LoadedTasks, TaskSettings
+from graphtrain.run.evaluation.shared_requests import Compute, answer_together, computation
 from graphtrain.run.evaluation.task_results import metric_values
 from graphtrain.run.evaluation.text_format import open_text_format
 from graphtrain.run.serving.chat_format import OWN_TEMPLATE
@@ -38,24 +42,27 @@ class TrainingTasks:
         Args:
             step: Number of completed steps.
             parameters: Trained parameters, on the devices.
-            should_stop: Called before each request with the number of those before it; if true,
-                None is returned.
+            should_stop: Called with each answer, on all ranks, with the number of those before it;
+                if true, None is returned.
         """
-        reports = 0
+        answers = itertools.count()
 
-        def report(kind: str, finished: int, count: int) -> None:
-            nonlocal reports
-            reports += 1
-            if should_stop(reports - 1):
+        def on_answer() -> None:
+            if should_stop(next(answers)):
                 raise _Stopped
 
-        is_chat = self._text.chat is not None
         with self._engine.open(parameters, step, self._text.tokenizer.vocab) as engine:
-            model = EngineModel(engine, self._text, NoAnswers(), report)
+            compute = computation(engine, self._text.tokenizer, on_answer)
             try:
-                results = self._tasks.evaluate(model, is_chat=is_chat, bootstrap_iterations=0)
+                return answer_together(partial(self._lead, engine), compute, json.dumps, json.loads)
             except _Stopped:
                 return None
+
+    def _lead(self, engine: RowEngine, compute: Compute) -> dict[str, float]:
+        """Return the metrics of the tasks on rank 0."""
+        model = EngineModel(engine, self._text, NoAnswers(), _ignore_progress, compute)
+        is_chat = self._text.chat is not None
+        results = self._tasks.evaluate(model, is_chat=is_chat, bootstrap_iterations=0)
         return metric_values(results["results"])
 
 
@@ -98,4 +105,4 @@ class _ContextLength:
 
 
 def _ignore_progress(kind: str, finished: int, count: int) -> None:
-    """Ignore the progress: nothing is computed."""
+    """Ignore the progress."""

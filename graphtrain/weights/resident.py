@@ -13,11 +13,13 @@ from graphtrain.checkpoints.layer_order import layer_order_of
 from graphtrain.checkpoints.layer_rows import Index, LayerRows, StackedArray, read_reordered_part
 from graphtrain.config.resolve import ResolvedProgram, layer_rows
 from graphtrain.config.schema import Model, Program
+from graphtrain.errors import TrainingError
 from graphtrain.models.lora.trainable import trained_arrays
 from graphtrain.weights.initial import load_initial_parameters
 from graphtrain.weights.merged import MergedWeights
 from graphtrain.weights.sources import HF_FILES, WeightSource
 from lowering.trees import Tree, flatten, unflatten
+from lowering.xla import distributed
 
 
 def relaid_parameters(
@@ -30,7 +32,7 @@ def relaid_parameters(
     """Return trained parameters as another program needs them; adapters are merged.
 
     What differs in its sharding or in the order of its layers is copied through host memory, one
-    array at a time. All devices must be of this process.
+    array at a time, if all devices are of this process.
 
     Args:
         parameters: Trained parameters, on the devices.
@@ -38,8 +40,12 @@ def relaid_parameters(
         base: Weights that its adapter belongs to.
         program: The other program.
         described: Shapes, dtypes and shardings of its parameters.
+
+    Raises:
+        TrainingError: parameters would have to be copied, and other processes have parts of them.
     """
     if trained.adapter is not None:
+        _check_alone("to merge the adapter")
         assert base is not None
         merged = MergedWeights(_ResidentAdapter(trained, parameters, base.directory), base)
         fill = lowering.backend(program.target).from_shards
@@ -67,8 +73,17 @@ def relaid_parameters(
     others = {path: like for path, like in leaves.items() if path not in same}
     moved: Tree = {}
     if others:
+        _check_alone(f"to move {next(iter(others))}")
         moved = flatten(lowering.backend(program.target).from_shards(unflatten(others), read))
     return unflatten({path: arrays[path] if path in same else moved[path] for path in leaves})
+
+
+def _check_alone(purpose: str) -> None:
+    if distributed.count() > 1:
+        raise TrainingError(
+            f"{purpose}, all devices have to be of one process, and this run has "
+            f"{distributed.count()}; evaluate its checkpoints instead"
+        )
 
 
 def _reordered(

@@ -39,6 +39,7 @@ _SINGLE_PROCESS = SimpleNamespace(
     process_id=0, num_processes=1, client=None, coordinator_address=None,
     preemption_sync_manager=None,
 )  # fmt: skip
+_PIECE = 1 << 20  # characters of one message of the service, whose gRPC takes 4 MB
 _MAX_NAMES = 8  # processes that a message names
 _ranks_per_process = 1  # rank processes that each process of the run starts, as on Ascend
 _rounds = itertools.count()  # number of exchanges, equal on all processes; makes keys unique
@@ -277,6 +278,40 @@ def all_gather_text(word: str) -> list[str]:
     if rank() == 0 and number:  # all have read the words of the exchange before this one
         client.key_value_delete(f"graphtrain/words/{number - 1}/")
     return [words[f"{directory}{peer}"] for peer in range(count())]
+
+
+def send_text(key: str, word: str) -> None:
+    """Keep a word at a key, for `receive_text` of other processes; each key is used once."""
+    pieces = [word[at : at + _PIECE] for at in range(0, len(word), _PIECE)]
+    client = _state().client
+    for number, piece in enumerate(pieces):
+        client.key_value_set(f"{key}/{number}", piece)
+    client.key_value_set(f"{key}/count", str(len(pieces)))
+
+
+def receive_text(key: str) -> str:
+    """Return the word that another process sends with a key; wait as long as that takes.
+
+    Raises:
+        PeerLost: the processes are no longer connected.
+    """
+    client = _state().client
+    while True:
+        try:
+            count = int(client.blocking_key_value_get(f"{key}/count", _EXCHANGE_TIMEOUT * 1000))
+            pieces = [client.key_value_try_get(f"{key}/{number}") for number in range(count)]
+            return "".join(pieces)
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            if not first.startswith("DEADLINE_EXCEEDED"):
+                raise PeerLost(
+                    f"{names([rank()])} lost the connection to rank 0: {first}"
+                ) from None
+
+
+def forget_text(key: str) -> None:
+    """Delete the words below a key, which all processes have received."""
+    _state().client.key_value_delete(f"{key}/")
 
 
 def _missing(client: Any, directory: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from graphtrain.api.checks.problem import Problem
 from graphtrain.api.checks.samples import hosts_of
-from graphtrain.config.schema import Config, Tasks
+from graphtrain.config.schema import Config, Program, Tasks
 from graphtrain.config.serving_program import context_of_serving
 from graphtrain.errors import DataError, UserError
 from lowering.machine.extras import is_installed, missing_extra
@@ -22,9 +22,10 @@ def tasks_problems(config: Config) -> Iterator[Problem]:
     if tasks is None:
         return
     target = config.program.target
-    if hosts_of(target) > 1:
+    if hosts_of(target) > 1 and (moved := _moved_weights(config.program)):
         message = (
-            f'run.tasks does not support several hosts (program.target = "{target}"); {_LATER}'
+            f'run.tasks does not support {moved} on several hosts (program.target = "{target}"), '
+            f"where the weights would have to be moved; {_LATER}"
         )
         yield Problem("program", message, (_TASKS,))
     if not is_installed("lm_eval"):
@@ -36,6 +37,14 @@ def tasks_problems(config: Config) -> Iterator[Problem]:
         return
     for loading in _loading_problems(config, tasks):  # names only what is found first
         yield from list(_task_problems(tasks)) or [loading]
+
+
+def _moved_weights(program: Program) -> str | None:
+    """Return what makes the weights of training differ in layout from those of an evaluation."""
+    if program.adapter is not None:
+        return "program.adapter"
+    axes = (axis for axis in ("stage", "context") if getattr(program.mesh, axis) != 1)
+    return next((f"program.mesh.{axis}" for axis in axes), None)
 
 
 def _task_problems(tasks: Tasks) -> Iterator[Problem]:

@@ -9,11 +9,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from graphtrain.run.agreement import on_all_ranks
 from graphtrain.run.evaluation.answer_journal import AnswerJournal
 from graphtrain.run.evaluation.harness_model import EngineModel, Progress, TextFormat
 from graphtrain.run.evaluation.loaded_tasks import RANDOM_SEED, SEED, LoadedTasks, TaskSettings
+from graphtrain.run.evaluation.shared_requests import Compute, answer_together, computation
 from graphtrain.run.evaluation.task_results import TaskResults, metric_values
 from graphtrain.run.evaluation_curve import EvaluationCurve
+from graphtrain.run.processes import is_rank_zero
 from graphtrain.run.serving.row_engine import RowEngine
 
 
@@ -25,6 +28,8 @@ def evaluate_tasks(
     progress: Progress,
 ) -> TaskResults:
     """Evaluate a model; answers of an evaluation that was interrupted are not computed again.
+
+    With several processes, each of them calls this; rank 0 alone returns the samples too.
 
     Args:
         settings: What is evaluated.
@@ -41,7 +46,7 @@ def evaluate_tasks(
     with tempfile.TemporaryDirectory(
         prefix="graphtrain-tasks-", ignore_cleanup_errors=True
     ) as scratch:
-        tasks = LoadedTasks(settings, Path(scratch))
+        tasks = _load_on_rank_zero(settings, Path(scratch))
         engine, text = open_model()
         return evaluate_loaded(tasks, engine, text, identity, journal_path, progress)
 
@@ -73,7 +78,7 @@ def evaluate_steps(
     with tempfile.TemporaryDirectory(
         prefix="graphtrain-tasks-", ignore_cleanup_errors=True
     ) as scratch:
-        tasks = LoadedTasks(settings, Path(scratch))
+        tasks = _load_on_rank_zero(settings, Path(scratch))
         for step in steps:
             document = evaluate_loaded(tasks, *open_step(step), *identify(step), progress).document
             for table, are_errors in ((values, False), (errors, True)):
@@ -83,8 +88,13 @@ def evaluate_steps(
     return EvaluationCurve(values, errors, frozenset(members))
 
 
+def _load_on_rank_zero(settings: TaskSettings, scratch: Path) -> LoadedTasks | None:
+    """Return the tasks on rank 0, which alone reads them, and None on the other ranks."""
+    return on_all_ranks(lambda: LoadedTasks(settings, scratch) if is_rank_zero() else None)
+
+
 def evaluate_loaded(
-    tasks: LoadedTasks,
+    tasks: LoadedTasks | None,
     engine: RowEngine,
     text: TextFormat,
     identity: dict[str, Any],
@@ -92,9 +102,28 @@ def evaluate_loaded(
     progress: Progress,
 ) -> TaskResults:
     """Evaluate a model on tasks that are loaded, as `evaluate_tasks` does."""
+
+    def lead(compute: Compute) -> TaskResults:
+        assert tasks is not None, "rank 0 loads them"
+        return _evaluate_alone(tasks, engine, text, identity, journal_path, progress, compute)
+
+    compute = computation(engine, text.tokenizer)
+    return answer_together(lead, compute, TaskResults.json, TaskResults.without_samples)
+
+
+def _evaluate_alone(
+    tasks: LoadedTasks,
+    engine: RowEngine,
+    text: TextFormat,
+    identity: dict[str, Any],
+    journal_path: Path,
+    progress: Progress,
+    compute: Compute,
+) -> TaskResults:
+    """Evaluate a model on rank 0."""
     began = time.time()
     with AnswerJournal(journal_path) as journal:
-        model = EngineModel(engine, text, journal, progress)
+        model = EngineModel(engine, text, journal, progress, compute)
         results = tasks.evaluate(model, is_chat=text.chat is not None)
     results |= _settings_as_lm_eval(tasks.settings, model.max_length, began)
     samples = results.pop("samples")

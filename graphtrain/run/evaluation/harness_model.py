@@ -16,9 +16,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from graphtrain.data.prepare.conversations import Conversation
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
-from graphtrain.run.batch_generation import Continuation, continue_all
+from graphtrain.run.batch_generation import Continuation
 from graphtrain.run.evaluation.answer_journal import Answers, request_key
-from graphtrain.run.evaluation.continuation_scores import ScoredText, score_continuations
+from graphtrain.run.evaluation.continuation_scores import ScoredText
+from graphtrain.run.evaluation.shared_requests import Compute, computation
 from graphtrain.run.prompt import encode_text
 from graphtrain.run.serving.chat_format import ChatFormat
 from graphtrain.run.serving.engine_protocol import SamplingParameters
@@ -51,14 +52,21 @@ class EngineModel(TemplateLM):
         text: Its tokenizer and prompt format.
         journal: Answers of earlier evaluations of the same model.
         progress: Called as requests are answered.
+        compute: Computes answers; None: the engine alone does.
     """
 
     def __init__(
-        self, engine: RowEngine, text: TextFormat, journal: Answers, progress: Progress
+        self,
+        engine: RowEngine,
+        text: TextFormat,
+        journal: Answers,
+        progress: Progress,
+        compute: Compute | None = None,
     ) -> None:
         super().__init__()
         self._engine, self._text, self._journal = engine, text, journal
         self._progress = progress
+        self._compute = compute or computation(engine, text.tokenizer)
         self.cut = 0  # texts that were longer than the context, and lost their beginning
         self._encode = lru_cache(_ENCODED_TEXTS)(self._encode_text)
 
@@ -127,7 +135,7 @@ class EngineModel(TemplateLM):
         finished = len(answers) - len(missing)
         self._progress("scoring", finished, len(answers))
         names = list(missing)
-        for index, score in score_continuations(self._engine, list(missing.values())):
+        for index, score in self._compute("score", list(missing.values())):
             answers[names[index]] = [score.log_prob, score.is_greedy]
             self._journal.write(names[index], answers[names[index]])
             finished += 1
@@ -173,9 +181,7 @@ class EngineModel(TemplateLM):
         )
         finished = len(answers) - len(missing)
         self._progress("generating", finished, len(answers))
-        continued = continue_all(
-            self._engine, self._text.tokenizer, [asked[key] for key in missing], samples=1
-        )
+        continued = self._compute("generate", [asked[key] for key in missing])
         for key, (continuation,) in zip(missing, continued, strict=True):
             answers[key] = self._without_special(continuation, asked[key].stop)
             self._journal.write(key, answers[key])

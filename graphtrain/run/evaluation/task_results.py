@@ -33,6 +33,11 @@ class TaskResults:
         """Return the document as JSON."""
         return json.dumps(self.document, default=_as_json, ensure_ascii=False, indent=2)
 
+    @classmethod
+    def without_samples(cls, document: str) -> TaskResults:
+        """Return the results in a document of JSON, which has no samples."""
+        return cls(json.loads(document), {})
+
     def sample_lines(self) -> str:
         """Return one line of JSON for each answer, with its task."""
         lines = (

@@ -20,6 +20,7 @@ from graphtrain.errors import TrainingError, WeightsError
 from graphtrain.graphs.names import ADAPTER_RANKS, NO_TOKEN, ServingPurpose, graphs_for, row_sizes
 from graphtrain.models.attention.cache_layout import cache_layout
 from graphtrain.models.lora.trainable import ADAPTERS
+from graphtrain.run.agreement import check_same_executables, on_all_ranks
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.serving.engine_protocol import SamplingParameters, SlotErrors, TokenChoice
 from graphtrain.run.serving.kept_weights import KeptWeights, kept_weights
@@ -472,7 +473,8 @@ def open_engine(
     check_step(run, step)
     check_trained_tokenizer(run, step)
     served, names = graphs_for(program, purpose)
-    graphs = LoadedPrograms(served, cache, names, compile_hint)
+    graphs = on_all_ranks(lambda: LoadedPrograms(served, cache, names, compile_hint))
+    check_same_executables(graphs)
     with lowering.backend(served.target).forbid_tracing():
         read, (weights, parameters, kept) = read_checkpoint(
             Path(run.directory) / "checkpoints",

@@ -57,7 +57,8 @@ def test_what_is_wrong_with_the_tasks_of_a_run_is_named(found: Found, monkeypatc
     named('run.tasks.data = "nothing": no such', 'run.tasks.data="nothing"', kind="missing_data")
     named("leaves no room for the prompt in the context of 100", 'run.tasks.names=["gsm8k"]',
           "program.serve.context_length=100")  # fmt: skip
-    named("run.tasks does not support several hosts", "program.target=cpu:2x4", kind="program")
+    named("run.tasks does not support program.mesh.context on several hosts",
+          "program.target=cpu:2x4", "program.mesh.context=2", kind="program")  # fmt: skip
     named("no tokenizer", 'run.data.train="other"', kind="missing_data")
     named("has a chat template", "run.tasks.apply_chat_template=true")
     Path("tasks/boolq/validation.jsonl").write_text('{"passage": "a", "label": 1}\n')

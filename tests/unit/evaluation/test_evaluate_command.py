@@ -12,7 +12,7 @@ from graphtrain.cli.evaluate import command
         (["--limit", "3"], "--limit needs --tasks"),
         (["--allow-code"], "--allow-code needs --tasks"),
         (["--tasks", "boolq", "--bigram"], "--tasks leaves --bigram without effect"),
-        (["--tasks", "boolq", "--rank", "0"], "--tasks leaves --rank without effect"),
+        (["--steps", "all", "--bigram"], "--steps leaves --bigram without effect"),
         (["--steps", "all", "--step", "3"], "--steps leaves --step without effect"),
         (["--steps", "all", "--tasks", "a", "--samples", "s"], "--steps leaves --samples without"),
         (["--steps", "all", "--limit", "3"], "--limit needs --tasks"),
