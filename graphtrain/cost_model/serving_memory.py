@@ -13,6 +13,7 @@ from graphtrain.config.serving_program import batch_shards
 from graphtrain.cost_model.served_sizes import ServedSizes, vocab_weights
 from graphtrain.models.flops import is_gated
 from graphtrain.models.grouped_matmul_support import step_computes_all_experts
+from graphtrain.models.matmul_support import converts_weights
 
 # Float32 arrays of logits that exist at once: where a token is chosen, and where scores are.
 _CHOICE_LOGITS = {"cpu": 7, "cuda": 3, "rocm": 3}
@@ -53,8 +54,8 @@ def temporaries(model: ServedSizes, graph: str) -> int:
     in_loop = graph in ("decode", "decode_one")
     choice = 4 * rows * model.program.model.vocab * _choice_logits(model)
     total = inherited + choice + _copies(model, graph, rows) + _gathered(model, hoisted=in_loop)
-    head = _head_in_float32(model, rows, in_loop)
-    return round(total + max(_layer(model, tokens), head, _converted(model, rows * tokens)))
+    in_float32 = _head_in_float32(model, rows, in_loop), _layer_in_float32(model, rows * tokens)
+    return round(total + max(_layer(model, tokens), *in_float32, _converted(model, rows * tokens)))
 
 
 def loading(model: ServedSizes, parameter_bytes: int) -> int:
@@ -88,8 +89,8 @@ def _scores(model: ServedSizes, tokens: int, targets: int, rows: int = 1) -> flo
     # Sums of integers, before they are scaled.
     arrays += platform == "cpu" and any(each.is_int8 for each in vocab_weights(model.weights))
     logits = 4 * targets * vocab / shards * arrays
-    in_layers = _layer(model, tokens, rows) + _experts(model) + _gathered(model, hoisted=False)
-    return max(logits, in_layers)
+    in_layers = max(_layer(model, tokens, rows), _layer_in_float32(model, tokens))
+    return max(logits, in_layers + _experts(model) + _gathered(model, hoisted=False))
 
 
 def _layer(model: ServedSizes, tokens: int, rows: int = 1) -> float:
@@ -105,6 +106,25 @@ def _layer(model: ServedSizes, tokens: int, rows: int = 1) -> float:
     hidden *= 3 if is_gated(settings) else 2
     # XLA:CPU reuses the memory of one for the other if there are several sequences.
     return max(hidden, scores) if on_cpu and rows > 1 else hidden + scores
+
+
+def _layer_in_float32(model: ServedSizes, rows: int) -> float:
+    """Return the bytes of an MLP and its largest matrix in float32, for many rows on a CPU.
+
+    That of the LM head is converted inside of the product, block by block.
+    """
+    if model.program.target.platform != "cpu" or not converts_weights(rows):
+        return 0.0
+    matrices = (
+        each.used_bytes * 2
+        for each in model.weights
+        if "mlp" in each.spec.axes
+        and "experts" not in each.spec.axes
+        and each.spec.dtype == "bfloat16"
+    )
+    settings, split = model.native.model, model.program.rules.activations.get("mlp", ())
+    hidden = rows * settings.mlp / model.mesh.size(split) * _item(model)
+    return hidden * (3 if is_gated(settings) else 2) + max(matrices, default=0)
 
 
 def _head_in_float32(model: ServedSizes, rows: int, in_loop: bool) -> float:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from graphtrain.models.int8_weight import Int8Weight, quantize_int8
+from graphtrain.models.matmul_support import converts_weights
 from lowering.tracing import source_lines
 from lowering.tracing.context import set_context_variable
 from lowering.tracing.cpu_hints import materialize
@@ -103,8 +104,16 @@ def _few_rows_product(
     of_x, of_weights, summed, rows, columns, output = _letters(equation)
     # Operands are stored in this order, or else XLA multiplies by a transposed array.
     if weights.dtype == jnp.bfloat16:
-        x = materialize(jnp.einsum(f"{of_x}->{rows}{summed}", x.astype(jnp.bfloat16)))
+        x = jnp.einsum(f"{of_x}->{rows}{summed}", x)
         weights = jnp.einsum(f"{of_weights}->{columns}{summed}", weights)
+        if converts_weights(math.prod(x.shape[: len(rows)])):
+            # The values of bfloat16, so that a result does not depend on the number of rows.
+            x = jax.lax.reduce_precision(x.astype(jnp.float32), 8, 7)
+            # After x: otherwise XLA converts the weights of all layers first.
+            x, weights = materialize((x, weights))
+            weights = weights.astype(jnp.float32)
+        else:
+            x = materialize(x.astype(jnp.bfloat16))
         shape = x.shape[: len(rows)], weights.shape[: len(columns)]
         return jnp.einsum(f"{rows}{columns}->{output}", _multiply_rows(x, weights, *shape, dtype))
     # XLA:CPU copies the second operand of a product into blocks.

@@ -188,6 +188,18 @@ def peak_flops(dtype: str) -> float:
     return per_cycle * hertz * _physical_cores()
 
 
+def has_fast_bfloat16() -> bool:
+    """Return whether this CPU multiplies bfloat16 matrices faster than float32 ones.
+
+    AMX does, and AVX512_BF16 of AMD, twice as fast. On Intel's cores, XLA's product with
+    AVX512_BF16 takes 1.6 times as long as in float32; without it, operands are converted.
+    """
+    fields = _cpuinfo()
+    flags = set((fields.get("flags") or fields.get("Features", "")).split())
+    is_amd = fields.get("vendor_id") == "AuthenticAMD"
+    return bool(flags & {"amx_bf16", "bf16"}) or (is_amd and "avx512_bf16" in flags)
+
+
 @functools.cache
 def _cpuinfo() -> dict[str, str]:
     """Return the fields of the first CPU in /proc/cpuinfo; empty where there is no such file."""

@@ -17,8 +17,9 @@ class Serve:
 
     slots: Count = 8  # sequences that are generated at the same time, over all devices
     context_length: Positive | None = None  # tokens of a sequence; unset: program.batch.seq_len
-    # A prompt is processed in chunks of these sizes; the last one is padded to the next size.
-    prefill: tuple[Count, ...] = (32, 128, 256, 512)  # tokens of a call, one compiled program each
+    # A prompt is processed in the chunks of these sizes that take the least time; the last one is
+    # padded. Each size is one compiled program, and for serving two.
+    prefill: tuple[Count, ...] = (32, 64, 128, 320, 512)  # tokens of a call
     beams: NotNegative = 0  # of a beam search; 0: none is compiled. --beams sets it
     tokens_per_call: Count = 4  # tokens that a call of the decode program generates for a slot
     # `graphtrain serve --adapter` loads LoRA adapters beside the base; requests choose by name.

@@ -24,6 +24,7 @@ from graphtrain.run.agreement import check_same_executables, on_all_ranks
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.serving.engine_protocol import SamplingParameters, SlotErrors, TokenChoice
 from graphtrain.run.serving.kept_weights import KeptWeights, kept_weights
+from graphtrain.run.serving.prefill_sizes import CALL_TOKENS, next_size
 from graphtrain.run.serving.request_arrays import request_arrays
 from graphtrain.run.serving.row_engine import RowTokens, TargetScore
 from graphtrain.run.serving.weights import check_step, load_weights
@@ -33,10 +34,6 @@ from lowering.trees import Tree, flatten
 
 if TYPE_CHECKING:
     from graphtrain.weights.named_adapters import NamedAdapter
-
-# Below about so many tokens, a call takes the time in which the weights are read. On two cores, a
-# model of 125M parameters takes 64 ms for 64 tokens and 1.1 ms for each further one.
-_CALL_TOKENS = {"cpu": 64, "others": 256}
 
 
 class CompiledEngine:
@@ -339,7 +336,7 @@ class CompiledEngine:
 
     @property
     def call_tokens(self) -> int:
-        return _CALL_TOKENS.get(self._program.target.platform, _CALL_TOKENS["others"])
+        return CALL_TOKENS.get(self._program.target.platform, CALL_TOKENS["others"])
 
     def score_rows(self, rows: Sequence[RowTokens], size: int) -> list[list[TargetScore]]:
         graph = self._graphs[f"score_rows_{size}"]
@@ -386,11 +383,7 @@ class CompiledEngine:
     def _size(self, count: int, offset: int) -> int:
         """Return the size of the program that processes `count` tokens, or the first of them."""
         room = self.context_length + self._serve.prefill[0] - offset
-        sizes = [size for size in self._serve.prefill if size <= room]
-        padded = next((size for size in sizes if size >= count), sizes[-1])
-        # Rather two calls than one of which more than a third is padding.
-        whole = [size for size in sizes if size <= count]
-        return whole[-1] if whole and padded * 2 > count * 3 else padded
+        return next_size(count, room, self._serve.prefill, self.call_tokens)
 
     def _choice(
         self, choices: dict[str, np.ndarray], index: int, adapter: str | None

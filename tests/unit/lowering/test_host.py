@@ -33,6 +33,26 @@ def test_peak_by_instructions(flags, float32, bfloat16, tmp_path, monkeypatch):
         host._cpuinfo.cache_clear()
 
 
+@pytest.mark.parametrize(
+    "vendor, flags, is_fast",
+    [
+        ("GenuineIntel", "fma avx512f avx512_bf16", False),
+        ("GenuineIntel", "fma avx512f avx512_bf16 amx_bf16", True),
+        ("AuthenticAMD", "fma avx512f avx512_bf16", True),
+        ("AuthenticAMD", "fma avx2", False),
+    ],
+)
+def test_bfloat16_is_fast_where_it_has_more_units(vendor, flags, is_fast, tmp_path, monkeypatch):
+    lines = tmp_path / "cpuinfo"
+    lines.write_text(f"vendor_id\t: {vendor}\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(host, "_CPUINFO", lines)
+    host._cpuinfo.cache_clear()
+    try:
+        assert host.has_fast_bfloat16() == is_fast
+    finally:
+        host._cpuinfo.cache_clear()
+
+
 def test_no_peak_where_the_kernel_tells_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "_CPUINFO", tmp_path / "none")
     host._cpuinfo.cache_clear()

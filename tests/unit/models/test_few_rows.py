@@ -7,6 +7,7 @@ import pytest
 
 from graphtrain.models.decoder import embedding_lookup
 from graphtrain.models.matmul import dot, dot_many, few_rows
+from lowering.machine import host
 from lowering.machine.target import Target
 from lowering.tracing.cpu_hints import KEEP_OPTIMIZATION_BARRIERS
 from lowering.tracing.current_target import trace_for_target
@@ -40,6 +41,27 @@ def test_a_product_is_that_of_einsum(equation, x_shape, weights_shape, rows, dty
         assert got.dtype == jnp.float32
         want = np.einsum(equation, np.asarray(x, np.float64), np.asarray(weights, np.float64))
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_row_is_multiplied_alike_among_few_and_many(is_fast, monkeypatch):
+    """Many rows may be multiplied in float32: x is rounded to bfloat16 as in few rows."""
+    monkeypatch.setattr(host, "has_fast_bfloat16", lambda: is_fast)
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.standard_normal((1, 64, 24)), jnp.float32)
+    weights = draw(random, 24, 40).astype(jnp.bfloat16)
+
+    @jax.jit
+    def product(x, weights):
+        with few_rows(), trace_for_target(Target.parse("cpu:1")):
+            return dot("bse,ef->bsf", x, weights)
+
+    compiled = product.lower(x, weights).compile(KEEP_OPTIMIZATION_BARRIERS)
+    assert ("= f32[40,24]" in compiled.as_text()) != is_fast  # weights are converted
+    few = product(x[:, :8], weights)
+    np.testing.assert_allclose(compiled(x, weights)[:, :8], few, rtol=1e-6, atol=1e-6)
+    unrounded = np.einsum("bse,ef->bsf", x[:, :8], np.asarray(weights, np.float32))
+    assert np.abs(few - unrounded).max() > 1e-3
 
 
 def test_a_table_of_bfloat16_is_looked_up_row_by_row():
