@@ -43,7 +43,8 @@ def temporaries(model: ServedSizes, graph: str) -> int:
     if kind == "score_rows":
         rows = model.slots_of_device
         scores = _scores(model, rows * int(size), rows * _TARGETS, rows)
-        return round(scores + _workspace(model))
+        head = _matrix_in_float32(model, "vocab", rows * _TARGETS)
+        return round(scores + head + _workspace(model))
     tokens = int(size) if kind == "prefill" else 1
     serve, shards = model.program.settings.serve, batch_shards(model.program)
     inherited = 0  # by beams, from the slots of their parents
@@ -109,22 +110,30 @@ def _layer(model: ServedSizes, tokens: int, rows: int = 1) -> float:
 
 
 def _layer_in_float32(model: ServedSizes, rows: int) -> float:
-    """Return the bytes of an MLP and its largest matrix in float32, for many rows on a CPU.
+    """Return the bytes of an MLP and its largest matrix in float32, for many rows on a CPU."""
+    converted = _matrix_in_float32(model, "mlp", rows)
+    if not converted:
+        return 0.0
+    settings, split = model.native.model, model.program.rules.activations.get("mlp", ())
+    hidden = rows * settings.mlp / model.mesh.size(split) * _item(model)
+    return hidden * (3 if is_gated(settings) else 2) + converted
 
-    That of the LM head is converted inside of the product, block by block.
+
+def _matrix_in_float32(model: ServedSizes, axis: str, rows: int) -> float:
+    """Return the bytes of the largest matrix with an axis, converted for products of many rows.
+
+    Outside of loops, XLA:CPU converts the LM head inside of its product, block by block.
     """
     if model.program.target.platform != "cpu" or not converts_weights(rows):
         return 0.0
     matrices = (
         each.used_bytes * 2
         for each in model.weights
-        if "mlp" in each.spec.axes
+        if each.spec.dtype == "bfloat16"
+        and axis in each.spec.axes
         and "experts" not in each.spec.axes
-        and each.spec.dtype == "bfloat16"
     )
-    settings, split = model.native.model, model.program.rules.activations.get("mlp", ())
-    hidden = rows * settings.mlp / model.mesh.size(split) * _item(model)
-    return hidden * (3 if is_gated(settings) else 2) + max(matrices, default=0)
+    return max(matrices, default=0)
 
 
 def _head_in_float32(model: ServedSizes, rows: int, in_loop: bool) -> float:

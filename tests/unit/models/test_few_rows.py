@@ -48,7 +48,7 @@ def test_a_row_is_multiplied_alike_among_few_and_many(is_fast, monkeypatch):
     """Many rows may be multiplied in float32: x is rounded to bfloat16 as in few rows."""
     monkeypatch.setattr(host, "has_fast_bfloat16", lambda: is_fast)
     random = np.random.default_rng(0)
-    x = jnp.asarray(random.standard_normal((1, 64, 24)), jnp.float32)
+    x = jnp.asarray(random.standard_normal((1, 128, 24)), jnp.float32)
     weights = draw(random, 24, 40).astype(jnp.bfloat16)
 
     @jax.jit

@@ -189,7 +189,7 @@ def test_weights_that_are_larger_than_the_device_fit_with_no_slots(planned):
 def test_generating_needs_no_scores_and_no_decode_of_all_slots(planned):
     programs = planned(H100, "generate").assessment.memory.programs
     assert [one.graph for one in programs] == [
-        "prefill_32", "prefill_128", "prefill_256", "prefill_512", "decode_one",
+        "prefill_32", "prefill_64", "prefill_128", "prefill_320", "prefill_512", "decode_one",
     ]  # fmt: skip
 
 
