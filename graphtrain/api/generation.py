@@ -266,7 +266,7 @@ class PromptBatch:
         encoder = RequestEncoder(
             tokenizer,
             prefix,
-            lambda: open_chat_format(config, chat_template, tokenizer, prefix),
+            lambda: open_chat_format(config, chat_template, tokenizer, bos),
             serving_program(program).batch.seq_len,
         )
         requests = []

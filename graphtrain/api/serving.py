@@ -207,7 +207,7 @@ def _opener(
 
         tokenizer = run_tokenizer(config)
         prefix = prompt_prefix(config, tokenizer, bos)
-        template = open_chat_format(config, chat_template, tokenizer, prefix)
+        template = open_chat_format(config, chat_template, tokenizer, bos)
         chosen = named_step(Path(config.run.directory) / "checkpoints", step)
         program, store = resolve(config.program), open_cache(cache)
         engine = open_engine(

@@ -35,6 +35,22 @@ def prompt_prefix(config: Config, tokenizer: Tokenizer, bos: bool | None) -> tup
     return beginnings[0] if beginnings else tokenizer.prefix
 
 
+def conversation_prefix(config: Config, tokenizer: Tokenizer, bos: bool | None) -> tuple[int, ...]:
+    """Return the token ids that precede a conversation: as asked, else as in the training data.
+
+    Where no conversations were learned, the chat template alone writes BOS, or does not, as in
+    transformers' apply_chat_template.
+
+    Raises:
+        DataError: BOS is required, and the tokenizer has none.
+    """
+    if bos is not None:
+        return document_prefix(tokenizer, bos)
+    descriptions = map(read_description, _train_prefixes(config))
+    conversations = (one for one in descriptions if one and one.conversations is not None)
+    return next((one.bos for one in conversations), ())
+
+
 def encode_prompt(tokenizer: Tokenizer, prompt: str, prefix: tuple[int, ...]) -> list[int]:
     """Return the token ids of a prompt, which begins with the prefix (BOS) once."""
     tokens = encode_text(tokenizer, prompt)

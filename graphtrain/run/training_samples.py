@@ -46,7 +46,7 @@ class TrainingSamples:
         encoder = RequestEncoder(
             self._tokenizer,
             prefix,
-            lambda: open_chat_format(config, OWN_TEMPLATE, self._tokenizer, prefix),
+            lambda: open_chat_format(config, OWN_TEMPLATE, self._tokenizer, None),
             engine.context_length,
         )
         sampling = SamplingParameters(

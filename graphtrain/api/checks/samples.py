@@ -55,7 +55,7 @@ def _prompt_problems(config: Config, prompts: Path) -> Iterator[Problem]:
     encoder = RequestEncoder(
         tokenizer,
         prefix,
-        lambda: open_chat_format(config, OWN_TEMPLATE, tokenizer, prefix),
+        lambda: open_chat_format(config, OWN_TEMPLATE, tokenizer, None),
         context_of_serving(config.program),
     )
     for prompt in read:

@@ -28,7 +28,7 @@ def open_text_format(
     prefix = prompt_prefix(config, tokenizer, bos)
     if chat_template is None:
         return TextFormat(tokenizer, prefix)
-    chat = open_chat_format(config, chat_template, tokenizer, prefix)
+    chat = open_chat_format(config, chat_template, tokenizer, bos)
     if chat is None:
         raise DataError(
             "neither the training data nor the tokenizer of this model has a chat template; "

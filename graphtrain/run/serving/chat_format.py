@@ -10,7 +10,7 @@ from graphtrain.data.prepare.chat_templates import Template, find_template
 from graphtrain.data.prepare.conversations import Conversation, Message
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
-from graphtrain.run.prompt import run_template
+from graphtrain.run.prompt import conversation_prefix, run_template
 from graphtrain.run.serving.literal_content import LiteralContent
 
 OWN_TEMPLATE = "own"  # that of the training data, else that of the tokenizer
@@ -23,7 +23,7 @@ class ChatFormat:
 
     template: Template
     tokenizer: Tokenizer
-    prefix: tuple[int, ...]  # tokens that begin a prompt
+    prefix: tuple[int, ...]  # tokens that begin a conversation
     stop_tokens: tuple[int, ...]  # that end an answer
     stop: tuple[str, ...]  # the same, where the tokenizer splits the mark into several tokens
 
@@ -55,17 +55,25 @@ def chat_format(template: Template, tokenizer: Tokenizer, prefix: tuple[int, ...
 
 
 def open_chat_format(
-    config: Config, word: str, tokenizer: Tokenizer, prefix: tuple[int, ...]
+    config: Config, word: str, tokenizer: Tokenizer, bos: bool | None
 ) -> ChatFormat | None:
     """Return the chat template that is named; None if it is `own` and there is none.
 
+    Args:
+        config: The run.
+        word: Name or file of the template, or `own`.
+        tokenizer: The tokenizer.
+        bos: Whether a conversation begins with BOS; None: see run.prompt.conversation_prefix.
+
     Raises:
-        DataError: there is no such template, or it is not valid.
+        DataError: there is no such template, or it is not valid; or BOS is required, and the
+            tokenizer has none.
     """
     if word == OWN_TEMPLATE and (path := run_template(config)) is not None:
         word = path
     if word == OWN_TEMPLATE and tokenizer.chat_template is None:
         return None
+    prefix = conversation_prefix(config, tokenizer, bos)
     return chat_format(find_template(word, tokenizer), tokenizer, prefix)
 
 

@@ -8,14 +8,15 @@ from toy_engine import ToyEngine
 
 from graphtrain.api import serving
 from graphtrain.cli import chat as chat_command
+from graphtrain.config import load_config
 from graphtrain.data.prepare.chat_templates import Template, find_template
 from graphtrain.data.prepare.conversations import Conversation
 from graphtrain.data.tokenizers.byte import ByteTokenizer
 from graphtrain.data.tokenizers.characters import train_characters
-from graphtrain.data.tokenizers.huggingface import train_bpe
+from graphtrain.data.tokenizers.huggingface import HuggingFaceTokenizer, train_bpe
 from graphtrain.data.tokenizers.train_sentencepiece import train_sentencepiece
 from graphtrain.errors import DataError
-from graphtrain.run.serving.chat_format import chat_format
+from graphtrain.run.serving.chat_format import chat_format, open_chat_format
 from graphtrain.run.serving.chat_session import ChatSession
 from graphtrain.run.serving.engine_protocol import SamplingParameters
 from graphtrain.run.serving.worker import OpenedModel, Worker
@@ -178,6 +179,43 @@ def test_a_prompt_ends_where_the_answer_begins_and_has_the_prefix_once():
     assert bytes(found.prompt(question)) == expected
     other = chat_format(find_template("chatml", BYTES), BYTES, (1,))
     assert bytes(other.prompt(question)) == b"\x01" + expected
+
+
+CONFIG = """
+[program]
+target = "cpu:1"
+model = { layers = 1, embed = 8, heads = 1, mlp = 8, vocab = 300 }
+batch = { global_batch_size = 1, seq_len = 8 }
+[run]
+directory = "absent/run"
+steps = 1
+data = { train = "absent/train" }
+"""
+
+
+@pytest.mark.parametrize(("bos", "begins"), [(None, False), (True, True), (False, False)])
+def test_the_template_alone_decides_about_bos_unless_it_is_asked_for(bos, begins, tmp_path):
+    """As apply_chat_template does, whatever the tokenizer puts before a plain text."""
+    trained = train_bpe(["a b c"], 300, ["<s>"])
+    trained.save(tmp_path)
+    contents = json.loads((tmp_path / "tokenizer.json").read_text())
+    begin = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    number = trained.encode("<s>")
+    contents["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, text],
+        "pair": [begin, text],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": number, "tokens": ["<s>"]}},
+    }
+    tokenizer = HuggingFaceTokenizer(json.dumps(contents).encode())
+    assert list(tokenizer.prefix) == number
+    (tmp_path / "config.toml").write_text(CONFIG)
+    chat = open_chat_format(load_config(tmp_path / "config.toml"), "chatml", tokenizer, bos)
+    assert chat is not None
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    prompt = chat.prompt(Conversation(({"role": "user", "content": "Hi"},)))
+    assert prompt == [*(number if begins else []), *tokenizer.encode(text)]
 
 
 CHATML_MARKS = ["<|im_start|>", "<|im_end|>"]
