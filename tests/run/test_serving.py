@@ -236,6 +236,14 @@ def test_embeddings_are_refused_and_unknown_models_too(client):
     assert client.models.retrieve("toy").id == "toy"
 
 
+def test_two_limits_of_an_answer_that_differ_are_refused(client):
+    question = {"model": "toy", "messages": [{"role": "user", "content": "Hi"}]}
+    with pytest.raises(openai.BadRequestError, match="max_tokens = 3 and max_completion_tokens"):
+        client.chat.completions.create(**question, max_tokens=3, max_completion_tokens=4)
+    answer = client.chat.completions.create(**question, max_tokens=3, max_completion_tokens=3)
+    assert answer.usage.completion_tokens == 3
+
+
 def test_adapters_are_models_that_requests_choose():
     engine = ToyEngine(adapters=["first", "second"], answer=written_answer(b"abc"))
     with served(engine) as url:

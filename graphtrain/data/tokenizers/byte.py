@@ -50,5 +50,8 @@ class ByteTokenizer:
         """Return the text without 256; replace invalid UTF-8, which a model may generate."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
+    def piece_bytes(self, token: int) -> bytes | None:
+        return bytes([token]) if token < 256 else None
+
     def save(self, directory: Path) -> tuple[str, ...]:
         return ()

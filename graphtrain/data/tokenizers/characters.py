@@ -86,6 +86,9 @@ class CharacterTokenizer:
         """Return the text without ends of documents."""
         return "".join(self._texts[token] for token in tokens)
 
+    def piece_bytes(self, token: int) -> bytes | None:
+        return None
+
     def save(self, directory: Path) -> tuple[str, ...]:
         name = f"tokenizer{SUFFIX}"
         with atomic_write(directory / name) as file:

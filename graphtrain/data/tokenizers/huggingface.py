@@ -11,6 +11,7 @@ import numpy as np
 
 from graphtrain.data.tokenizers.consistency import check_ids, check_tokenizer
 from graphtrain.data.tokenizers.offsets import TokensWithOffsets
+from graphtrain.data.tokenizers.piece_bytes import byte_of_piece, bytes_of_byte_level
 from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE, chat_template_of_config
 from graphtrain.data.tokenizers.special_tokens import (
     TOKENIZER_CONFIG,
@@ -130,6 +131,14 @@ class HuggingFaceTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    def piece_bytes(self, token: int) -> bytes | None:
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return None
+        decoder = self._tokenizer.decoder
+        is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+        return bytes_of_byte_level(piece) if is_byte_level else byte_of_piece(piece)
 
     def save(self, directory: Path) -> tuple[str, ...]:
         for name, content in {_TOKENIZER_JSON: self._definition, **self._companions}.items():

@@ -76,6 +76,10 @@ class Tokenizer(Protocol):
         """Decode token ids to text."""
         ...
 
+    def piece_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of a token that may be a part of a character; None if not known."""
+        ...
+
     def save(self, directory: Path) -> tuple[str, ...]:
         """Write the files that `load_tokenizer` reads; return their names, the main one first."""
         ...

@@ -14,6 +14,7 @@ from graphtrain.data.tokenizers.offsets import (
     character_offsets,
     encode_with_special_tokens,
 )
+from graphtrain.data.tokenizers.piece_bytes import byte_of_piece
 from graphtrain.data.tokenizers.special_tokens import TOKENIZER_CONFIG, added_bos
 from graphtrain.data.tokenizers.word_cache import (
     WORD_PARTS_PATTERN,
@@ -159,6 +160,9 @@ class SentencePieceTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._processor.decode([int(token) for token in tokens])
+
+    def piece_bytes(self, token: int) -> bytes | None:
+        return byte_of_piece(self._processor.id_to_piece(token))
 
     def save(self, directory: Path) -> tuple[str, ...]:
         files = {"tokenizer.model": self._model}

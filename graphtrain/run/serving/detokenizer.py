@@ -27,11 +27,14 @@ class IncrementalDetokenizer:
         self._window = _context(decode, prompt)
         self._complete = len(self._window)  # tokens of the window that end with a character
         self._returned = len(decode(self._window))  # characters of the window
+        self._held = ""  # text of the window that may change
+        self.begin = 0  # characters of the last returned text that tokens before the last one have
 
     def push(self, token: int) -> str:
         """Return the text that is complete with a token."""
         self._window.append(token)
-        text = self._decode(self._window)
+        text, held = self._decode(self._window), self._held
+        self.begin = len(held) if text.startswith(held, self._returned) else 0
         stable = _stable_length(text)
         if stable == len(text) or len(self._window) > _MAX_WINDOW:
             added = text[self._returned :]
@@ -39,6 +42,7 @@ class IncrementalDetokenizer:
             return added
         added = text[self._returned : stable]
         self._returned = max(self._returned, stable)
+        self._held, self.begin = text[self._returned :], min(self.begin, len(added))
         return added
 
     def finish(self) -> str:
@@ -48,7 +52,7 @@ class IncrementalDetokenizer:
         return rest
 
     def _start_window(self, tokens: list[int]) -> None:
-        self._window, self._complete = tokens, len(tokens)
+        self._window, self._complete, self._held = tokens, len(tokens), ""
         self._returned = len(self._decode(tokens))
 
 

@@ -121,7 +121,9 @@ class GeneratedText:
                 text += self._rest()
                 return text, self._release(text, everything=not self._is_cut)
             added = self._detokenizer.push(choice.token)
-            self._held.append(_HeldToken(TextToken(choice, self._decoded), added))
+            begin = self._detokenizer.begin
+            token = TextToken(choice, self._decoded + begin)
+            self._held.append(_HeldToken(token, added[begin:]))
             self._decoded += len(added)
             released, self._is_cut = self._stop_strings.push(added)
             text += released

@@ -112,6 +112,13 @@ def test_a_stop_token_ends_the_text_and_is_no_part_of_it():
     assert generated([97, 0xC3, 7], stop_tokens=(7,)) == ("a\ufffd", b"a\xc3", True)
 
 
+def test_a_token_begins_after_parts_of_characters_that_are_none():
+    text = GeneratedText(SequenceRequest(prompt=(1,), sampling=SamplingParameters()), BYTES.decode)
+    added, tokens = text.push([TokenChoice(token, 0.0) for token in b"a\xe6\x97bc"])
+    assert added == "a\ufffdbc"
+    assert [token.offset for token in tokens] == [0, 1, 1, 2, 3]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("stop", ["\n\n", "c", "ab", "e. T", "zzz"])
 def test_the_tokens_of_a_text_are_its_text_also_where_a_stop_string_cuts_one(size, stop):

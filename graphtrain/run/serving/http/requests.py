@@ -169,6 +169,17 @@ def _api_error(error: ValidationError) -> ApiError:
     return ApiError(400, f"{path[:200]}: {problem['msg']}", name)
 
 
+def _check_limits(request: ChatRequest) -> None:
+    old, new = request.max_tokens, request.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise ApiError(
+            400,
+            f"max_tokens = {old} and max_completion_tokens = {new} are the same limit; leave one "
+            "of them out",
+            "max_tokens",
+        )
+
+
 def _check_together(request: GenerationRequest) -> None:
     """Check fields against each other.
 
@@ -180,6 +191,7 @@ def _check_together(request: GenerationRequest) -> None:
     if isinstance(request, ChatRequest):
         if request.top_logprobs and not request.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs = true", "top_logprobs")
+        _check_limits(request)
         return
     assert isinstance(request, CompletionRequest)
     best_of = request.best_of or request.n

@@ -32,6 +32,7 @@ class Answer:
         self._id, self._created = prefix + secrets.token_hex(12), int(time.time())
         self._decode = tokenizer.decode
         self._text_of = lru_cache(10_000)(lambda token: tokenizer.decode([token]))
+        self._piece_bytes = tokenizer.piece_bytes
 
     def whole(self, choices: Sequence[Any], usage: dict[str, Any]) -> dict[str, Any]:
         return self._object(self._kind, choices) | {"usage": usage}
@@ -56,7 +57,10 @@ class Answer:
         """Return log-probabilities of generated tokens; `shift` characters precede the text."""
         tokens = tuple(tokens)
         pairs = [(token.choice, token.offset + shift) for token in tokens]
-        texts = [self._visible_text(token) for token in tokens]
+        texts = [
+            self._label(token.choice.token) if token.cut_text is None else token.cut_text
+            for token in tokens
+        ]
         return self._completion_logprobs(pairs, count) | {"tokens": texts}
 
     def prompt_logprobs(
@@ -69,9 +73,10 @@ class Answer:
         pairs: list[tuple[TokenChoice | None, int]] = []
         offset, texts, detokenizer = 0, [], IncrementalDetokenizer(self._decode, ())
         for token, score in zip(prompt, scores, strict=True):
-            pairs.append((score, offset))
-            texts.append(self._text_of(token))
-            offset += len(detokenizer.push(token))
+            added = detokenizer.push(token)
+            pairs.append((score, offset + detokenizer.begin))
+            texts.append(self._label(token))
+            offset += len(added)
         result = self._completion_logprobs(pairs, count)
         return result | {"tokens": texts}
 
@@ -80,7 +85,7 @@ class Answer:
     ) -> dict[str, Any]:
         choices = [choice for choice, _ in pairs]
         return {
-            "tokens": [choice and self._text_of(choice.token) for choice in choices],
+            "tokens": [choice and self._label(choice.token) for choice in choices],
             "token_logprobs": [choice and _finite(choice.log_prob) for choice in choices],
             "top_logprobs": [choice and self._top(choice, count) for choice in choices],
             "text_offset": [offset for _, offset in pairs],
@@ -90,28 +95,41 @@ class Answer:
         """Return log-probabilities by text: the most likely tokens and the one that was chosen."""
         pairs = [*reversed(choice.top[:count]), (choice.token, choice.log_prob)]
         # Of tokens with the same text, the last one counts: the most likely, or the chosen one.
-        return {self._text_of(token): _finite(log_prob) for token, log_prob in pairs}
+        return {self._label(token): _finite(log_prob) for token, log_prob in pairs}
+
+    def _label(self, token: int) -> str:
+        """Return the text of a token; of a part of a character its bytes, as OpenAI writes them."""
+        text = self._text_of(token)
+        data = self._bytes_of(token, text)
+        if data is None:
+            return text
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _bytes_of(self, token: int, text: str) -> bytes | None:
+        """Return the bytes of a token, whose text has U+FFFD in place of parts of characters."""
+        return self._piece_bytes(token) if _REPLACEMENT in text else text.encode()
 
     def chat_logprobs(self, tokens: Iterable[TextToken], count: int) -> dict[str, Any]:
         content = [
-            self._chat_token(self._visible_text(token), token.choice.log_prob)
+            self._chat_token(token.choice.token, self._visible_text(token), token.choice.log_prob)
             | {"top_logprobs": [self._top_token(*top) for top in token.choice.top[:count]]}
             for token in tokens
         ]
         return {"content": content, "refusal": None}
 
     def _top_token(self, token: int, log_prob: float) -> dict[str, Any]:
-        return self._chat_token(self._text_of(token), log_prob)
+        return self._chat_token(token, self._text_of(token), log_prob)
 
     def _visible_text(self, token: TextToken) -> str:
         """Return the text of a token as far as the answer has it: up to a stop string."""
         return self._text_of(token.choice.token) if token.cut_text is None else token.cut_text
 
-    @staticmethod
-    def _chat_token(text: str, log_prob: float) -> dict[str, Any]:
-        # A part of a character decodes to U+FFFD, and its bytes are not known.
-        data = None if _REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": _finite(log_prob), "bytes": data}
+    def _chat_token(self, token: int, text: str, log_prob: float) -> dict[str, Any]:
+        data = self._bytes_of(token, text)
+        return {"token": text, "logprob": _finite(log_prob), "bytes": data and list(data)}
 
 
 def completion_choice(
