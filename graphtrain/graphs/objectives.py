@@ -18,6 +18,7 @@ from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
 from graphtrain.models.layer_terms import LayerTerms
 from graphtrain.models.lora.layers import apply_lora, reference_parameters
 from graphtrain.models.loss import dpo_loss, log_probabilities
+from lowering.tracing.recording import record, without_recording
 from lowering.tracing.threefry import UNROLLED_THREEFRY
 from lowering.trees import Tree
 
@@ -26,6 +27,21 @@ def metric_names(program: ResolvedProgram) -> tuple[str, ...]:
     """Return the names of the metrics that the loss and the layers of the model report."""
     of_loss = ("loss", "margin", "accuracy") if program.loss.kind == "dpo" else ("loss",)
     return (*of_loss, *open_language_model(program.model).layer_metrics)
+
+
+def training_objective(
+    program: ResolvedProgram, state: Tree, frozen: Tree | None, batch: Tree
+) -> Objective:
+    """Return the objective of one microbatch for the loss of a program.
+
+    Args:
+        program: Settings.
+        state: Training state.
+        frozen: Frozen weights, if any.
+        batch: All microbatches (microbatches, batch, seq), for the number of targets or pairs.
+    """
+    make = preference_objective if program.loss.kind == "dpo" else cross_entropy_objective
+    return make(program, state, frozen, batch)
 
 
 def cross_entropy_objective(
@@ -75,6 +91,7 @@ def token_losses(
     chunk = loss_chunk(program) if model.has_separate_head else None
     if chunk is None:
         out, terms = model.forward(weights, tokens, dropout_key=dropout_key)
+        out = record("logits", out, "batch", "seq", "vocab")
         objective, loss = weighted_loss(program.loss, out, targets, counts)
         return (objective / total, loss / total), terms
     hidden, head, terms = model.head_inputs(weights, tokens, dropout_key=dropout_key)
@@ -96,6 +113,7 @@ def answer_log_probs(
     """Return log p of each row's answer (batch,), and the layers' terms."""
     model = open_language_model(program.model)
     out, terms = model.forward(weights, batch["tokens"], dropout_key=dropout_key)
+    out = record("logits", out, "batch", "seq", "vocab")
     return log_probabilities(out, *_targets_and_weights(batch)), terms
 
 
@@ -164,7 +182,7 @@ def reference_log_probs(program: ResolvedProgram, frozen: Tree | None, batch: Tr
 
     The reference model is the frozen weights alone, without LoRA.
     """
-    with isolate_documents(batch.get("documents")):
+    with isolate_documents(batch.get("documents")), without_recording():
         log_probs, _ = answer_log_probs(
             program, reference_parameters(program.settings, frozen), batch
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from graphtrain.models.norms import Norm
 from graphtrain.models.projection import PROJECTION
 from lowering.tracing.constrain import constrain, draw_shard, reshard
 from lowering.tracing.deferred_gradient import attach_reductions
+from lowering.tracing.recording import record, scan_layers
 from lowering.tracing.weight_layout import keep_row_major
 
 
@@ -49,17 +51,21 @@ class Block(nnx.Module):
                 without it, the model's window applies. An array in a scan over layers.
         """
         attention_key, mlp_key = split_key(dropout_key)
-        update = scatter_residual(self.attention(gather_residual(self.attention_norm(x)), full))
+        normed = record("attention_norm", self.attention_norm(x), *RESIDUAL_AXES)
+        update = scatter_residual(self.attention(gather_residual(normed), full))
+        update = record("attention/output", update, *RESIDUAL_AXES)
         if self.post_norm:
-            update = self.attention_post_norm(update)
+            update = record("attention_post_norm", self.attention_post_norm(update), *RESIDUAL_AXES)
         x = x + dropout(update, self.dropout, attention_key)
-        mlp_output = self.mlp(gather_residual(self.mlp_norm(x)))
+        x = record("attention_residual", x, *RESIDUAL_AXES)
+        normed = record("mlp_norm", self.mlp_norm(x), *RESIDUAL_AXES)
+        mlp_output = self.mlp(gather_residual(normed))
         update, terms = mlp_output if isinstance(mlp_output, tuple) else (mlp_output, NO_TERMS)
-        update = scatter_residual(update)
+        update = record("mlp/output", scatter_residual(update), *RESIDUAL_AXES)
         if self.post_norm:
-            update = self.mlp_post_norm(update)
+            update = record("mlp_post_norm", self.mlp_post_norm(update), *RESIDUAL_AXES)
         x = x + dropout(update, self.dropout, mlp_key)
-        return constrain_residual(x), terms
+        return record("output", constrain_residual(x), *RESIDUAL_AXES), terms
 
 
 RESIDUAL_AXES = ("batch", "residual", "embed")
@@ -175,9 +181,9 @@ def apply_stack(
             lambda term: jnp.where(row_is_layer, term, 0), terms
         )
 
-    body = _checkpoint(one_layer, model)
     scanned = (parameters, keys, is_layer, full)
-    x, terms = jax.lax.scan(body, x, scanned, unroll=model.unroll)
+    remat = partial(_checkpoint, model=model)
+    x, terms = scan_layers(one_layer, x, scanned, transform=remat, unroll=model.unroll)
     return x, jax.tree.map(jnp.sum, terms)
 
 

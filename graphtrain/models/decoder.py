@@ -24,6 +24,7 @@ from graphtrain.models.attention.score_mods import soft_cap
 from graphtrain.models.attention.segment_mask import segment_positions
 from graphtrain.models.block import (
     GATHERED_AXES,
+    RESIDUAL_AXES,
     apply_layers,
     constrain_residual,
     dropout,
@@ -38,6 +39,7 @@ from graphtrain.models.vocab_padding import mask_padding
 from lowering.tracing.constrain import constrain, in_shard_map
 from lowering.tracing.cpu_hints import materialize
 from lowering.tracing.deferred_gradient import attach_reductions
+from lowering.tracing.recording import record
 from sharding_rules.arrays import ArraySpec
 
 if TYPE_CHECKING:
@@ -181,9 +183,9 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, LayerTerms]:
         """Return normed hidden states (batch, seq, embed) and the layers' terms."""
         embedding_key, layers_key = split_key(dropout_key)
-        x = self.embed(tokens, embedding_key)
+        x = record("embedding", self.embed(tokens, embedding_key), *RESIDUAL_AXES)
         x, terms = apply_layers(self.model, self.layers, x, layers_key)
-        return self.final_norm(x), terms
+        return record("final_norm", self.final_norm(x), *RESIDUAL_AXES), terms
 
     def embed(self, tokens: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
         """Return embedded tokens (batch, seq, embed) after dropout."""

@@ -11,6 +11,7 @@ from graphtrain.models.activations import apply_activation
 from graphtrain.models.flops import is_gated
 from graphtrain.models.projection import project, project_many
 from lowering.tracing.constrain import constrain
+from lowering.tracing.recording import record
 
 ACTIVATIONS = {
     "swiglu": jax.nn.silu,
@@ -41,7 +42,14 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the MLP's output (batch, seq, embed) for x of the same shape."""
         activate = ACTIVATIONS[self.model.activation]
-        hidden = apply_activation(activate, self._widen(x))
+        gate_up = self._widen(x)
+        if not self.model.fused_gate_up:
+            names = _wide(self.model)
+            gate_up = [
+                record(f"mlp/{name}", projection, "batch", "seq", "mlp")
+                for name, projection in zip(names, gate_up, strict=True)
+            ]
+        hidden = record("mlp/hidden", apply_activation(activate, gate_up), "batch", "seq", "mlp")
         return project(self, "down", "bsm,me->bse", hidden)
 
     def _widen(self, x: jax.Array) -> list[jax.Array]:

@@ -38,6 +38,7 @@ from graphtrain.models.mlp import ACTIVATIONS
 from graphtrain.models.projection import PROJECTION, project, project_many
 from lowering.tracing.constrain import constrain, mesh_axes_of, placement
 from lowering.tracing.current_target import traced_target
+from lowering.tracing.recording import record
 
 if TYPE_CHECKING:
     from jax import Array
@@ -83,6 +84,7 @@ class MixtureMLP(nnx.Module):
         with jax.named_scope("router"):
             scores = dot("bse,er->bsr", x.astype(jnp.float32), self.router[...], jnp.float32)
             scores = constrain(scores, "batch", "seq", None)
+        scores = record("mlp/router", scores, "batch", "seq", None)
         shares, experts = top_k(scores, self.mixture)
         metrics = router_metrics(scores, experts, self.mixture)
         if self.mixture.capacity_factor is None:

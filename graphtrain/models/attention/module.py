@@ -28,6 +28,7 @@ from graphtrain.models.projection import project, project_many
 from lowering.tracing.constrain import constrain, mesh_axes_of, shards_of
 from lowering.tracing.cpu_hints import on_cpu
 from lowering.tracing.current_target import traced_target
+from lowering.tracing.recording import record
 
 if TYPE_CHECKING:
     from jax import Array
@@ -66,6 +67,9 @@ class Attention(nnx.Module):
                 without it, the model's window applies. An array in a scan over layers.
         """
         query, key, value = project_many(self, ("query", "key", "value"), "bse,ehd->bshd", x)
+        query = record("attention/query", query, "batch", "seq", "heads", "head_dim")
+        key = record("attention/key", key, "batch", "seq", "kv_heads", "head_dim")
+        value = record("attention/value", value, "batch", "seq", "kv_heads", "head_dim")
         if self.model.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.model.positions == "rope":
@@ -75,6 +79,8 @@ class Attention(nnx.Module):
                 rotate(query, position_ids, rope_frequencies, factor),
                 rotate(key, position_ids, rope_frequencies, factor),
             )
+            query = record("attention/rotated_query", query, "batch", "seq", "heads", "head_dim")
+            key = record("attention/rotated_key", key, "batch", "seq", "kv_heads", "head_dim")
         model = self.model
         scoring, window = ScoreTransform.of(model), self._window(full)
         if isinstance(cache := layer_cache(), LayerCache):
@@ -83,6 +89,7 @@ class Attention(nnx.Module):
             output = attend(
                 query, key, value, scoring, window, model.remat, model.unroll, model.attention
             )
+        output = record("attention/context", output, "batch", "seq", "heads", "head_dim")
         return project(self, "output", "bshd,hde->bse", output)
 
     def _window(self, full: bool | jax.Array | None) -> int | jax.Array | None:
