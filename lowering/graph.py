@@ -1,7 +1,8 @@
 """Graph: one step function with its inputs and outputs, independent of devices."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from lowering.trees import Tree, flatten
 from sharding_rules.arrays import ArraySpec
@@ -18,6 +19,7 @@ class Graph:
     donated: tuple[str, ...] = ()  # inputs whose buffers the outputs may reuse
     runs_once: bool = False  # prefer a short compilation to fast code
     has_few_rows: bool = False  # its products read a weight for a few rows: do not copy weights
+    facts: Mapping[str, Any] = field(default_factory=dict)  # further ones, JSON, for the record
 
     def arrays(self) -> dict[str, ArraySpec]:
         """Return the spec of every input and output by path; the state has one path for both."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from graphtrain.cache.key import CacheKey
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.graphs.names import TRAINING_GRAPHS
+from graphtrain.graphs.names import DUMP, TRAINING_GRAPHS
 from graphtrain.graphs.open_model import open_language_model
 from lowering.machine.toolchain import Toolchain
 
@@ -49,7 +49,7 @@ def request_keys(
     target, settings = program.target, dataclasses.asdict(program.settings)
     # The key contains what these settings refer to, not their names.
     del settings["target"], settings["rules"], settings["mesh"]
-    serve = settings.pop("serve")
+    of_graphs = {name: settings.pop(name) for name in ("serve", DUMP)}
     settings["model"] = open_language_model(program.model).key_ingredients()
     settings |= _user_code(program, settings)
     parts = {
@@ -62,16 +62,19 @@ def request_keys(
     }
     return {
         name: CacheKey.of(
-            graph=name, **parts | {"program": settings | _serve_settings(name, serve)}
+            graph=name, **parts | {"program": settings | _graph_settings(name, of_graphs)}
         )
         for name in names or TRAINING_GRAPHS
     }
 
 
-def _serve_settings(name: str, serve: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of serving that a graph depends on."""
+def _graph_settings(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the settings of serving, or of a dump, that a graph depends on."""
     if name in TRAINING_GRAPHS:
         return {}
+    if name == DUMP:
+        return {DUMP: tables[DUMP]}
+    serve = tables["serve"]
     if name == "decode_beams":
         return {"serve": serve}
     return {"serve": {key: value for key, value in serve.items() if key != "beams"}}

@@ -33,7 +33,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.errors import PlanError
 from graphtrain.graphs.build import build_graph
-from graphtrain.graphs.names import TRAINING_GRAPHS
+from graphtrain.graphs.names import DUMP, TRAINING_GRAPHS
 from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.torch_xla.graphs import ExtractedGraph
 from lowering.artifact import RECORD_VERSION, Artifact
@@ -129,7 +129,7 @@ def compile_to_cache(
         The digest of the program, and whether it was compiled now.
     """
     if isinstance(program, ResolvedProgram):
-        program = check_model(program, cache, say, generates=name not in TRAINING_GRAPHS)
+        program = check_model(program, cache, say, generates=name not in (*TRAINING_GRAPHS, DUMP))
     say("tracing")
     lowered = lower(program, name)
     if name == "train" and isinstance(program, ResolvedProgram) and sizes_unknown(program.settings):
@@ -244,6 +244,8 @@ def program_key(lowered: Lowered, request: CacheKey) -> CacheKey:
         inputs=lowered.facts["inputs"],  # paths and layouts, used by the loader
         outputs=lowered.facts["outputs"],
         options=lowered.options,
+        # Names and lines of the model are in the record, but not in the text.
+        **({DUMP: lowered.facts[DUMP]} if DUMP in lowered.facts else {}),
         record=RECORD_VERSION,
         target=request.part("target"),
         toolchain=request.part("toolchain"),

@@ -52,6 +52,7 @@ EXECUTION = frozenset(
         "program.optimizer.offload_to_host",
         "program.loss.chunk",
         "program.serve",
+        "program.dump",
         "run.directory",
         "run.steps",  # a run may be continued; `train` says what that changes
         "run.data.validation",

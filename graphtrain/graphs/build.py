@@ -6,6 +6,7 @@ own, "frozen". Values that change often but not the code, such as the learning r
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import optax
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.deferred_reduction import accumulate_then_reduce, can_defer
+from graphtrain.graphs.dump import ArrayDump
 from graphtrain.graphs.loss_scale import (
     initial_scale,
     loss_scale,
@@ -22,17 +24,17 @@ from graphtrain.graphs.loss_scale import (
     unless_overflow,
     unscaled,
 )
+from graphtrain.graphs.names import DUMP
 from graphtrain.graphs.objectives import (
     answer_log_probs,
-    cross_entropy_objective,
     key_implementation,
     metric_names,
     pair_count,
     pair_mask,
-    preference_objective,
     reference_log_probs,
     step_key,
     token_losses,
+    training_objective,
 )
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.optimizer import make_optimizer, moment_specs, pack, unpack
@@ -62,7 +64,8 @@ def build_graph(program: ResolvedProgram, name: str) -> Graph:
     if (graph := serving_graph(program, name)) is not None:
         return graph
     check_compute_dtype(program)
-    return {"init": _init, "train": _train, "evaluate": _evaluate}[name](program)
+    makers = {"init": _init, "train": _train, "evaluate": _evaluate, DUMP: _dump}
+    return makers[name](program)
 
 
 def _init(program: ResolvedProgram) -> Graph:
@@ -114,16 +117,28 @@ def _initialise(program: ResolvedProgram, key: jax.Array) -> Tree:
     return unflatten({path: initial_value(path, index) for index, path in enumerate(sorted(specs))})
 
 
-def _train(program: ResolvedProgram) -> Graph:
+def _dump(program: ResolvedProgram) -> Graph:
+    """Return the training step that also returns the arrays of program.dump."""
+    train = _train(program)
+    dump = ArrayDump.of(program, train.inputs)
+    outputs = {**train.outputs, "arrays": dump.outputs}
+    step = _train(program, dump).step
+    return replace(train, name=DUMP, step=step, outputs=outputs, facts={DUMP: dump.facts})
+
+
+def _train(program: ResolvedProgram, dump: ArrayDump | None = None) -> Graph:
     optimizer = _optimizer(program)
     specs = parameter_specs_of(program)
     template = jax.eval_shape(optimizer.init, _shapes(specs))
     state_specs, frozen_specs = state_specs_of(program), _frozen_input(program)
 
     def train(state: Tree, frozen: Tree | None, batch: Tree, learning_rate: jax.Array) -> Tree:
-        gradients, metrics = accumulate_gradients(
-            program, _at_gradient_point(program, state, state_specs), batch, frozen
-        )
+        point, arrays = _at_gradient_point(program, state, state_specs), {}
+        if dump is None:
+            gradients, metrics = accumulate_gradients(program, point, batch, frozen)
+        else:
+            gradients, metrics, arrays = dump.gradients(point, batch, frozen)
+            arrays = {"arrays": arrays}
         # Update in the sharding of the optimizer state (ZeRO-1); only the result is resharded.
         gradients = constrain_tree(gradients, specs, "optimizer")
         parameters = constrain_tree(state["parameters"], specs, "optimizer")
@@ -143,7 +158,8 @@ def _train(program: ResolvedProgram) -> Graph:
             "targets": batch["weights"].sum(),
         }
         before = {**state, "parameters": parameters, "optimizer": moments}
-        return unless_overflow(program, before, {"state": new_state, "metrics": metrics})
+        outputs = unless_overflow(program, before, {"state": new_state, "metrics": metrics})
+        return {**outputs, **arrays}
 
     # Input names of a compiled program are the function's parameters, so that "frozen" must not be
     # one of them if all weights are trained.
@@ -208,8 +224,7 @@ def _scaled_gradients(
             program, stages, state, batch, step_key(program, state)
         )
         return constrain_tree(gradients, specs, "optimizer"), metrics
-    make = preference_objective if program.loss.kind == "dpo" else cross_entropy_objective
-    objective = make(program, state, frozen, batch)
+    objective = training_objective(program, state, frozen, batch)
     if program.batch.gradient_reduction == "per_step" and can_defer():
         return accumulate_then_reduce(objective, parameters, specs, batch, microbatches)
 

@@ -11,9 +11,13 @@ ADAPTER_RANKS = "adapter_ranks"  # of a sequence: begin and end of its adapter's
 _FEW_TOKENS = 8  # of each slot in one call: the last tokens of texts
 _MOST_TOKENS = 1024  # of all slots in one call; with more, no matrix product is faster
 TRAINING_GRAPHS = ("init", "train", "evaluate")
+DUMP = "dump"  # name of the training step that also returns arrays, and of its purpose
+KINDS = ("forward", "backward", "gradients")  # of the arrays of a dump; their names begin so
+SUMMARY = ("norm", "max_abs", "mean", "zeros", "non_finite")  # statistics of an array in a dump
 
 ServingPurpose = Literal["generate", "batch", "evaluate", "serve"]
-Purpose = Literal["train"] | ServingPurpose
+PlannedPurpose = Literal["train"] | ServingPurpose
+Purpose = Literal["dump"] | PlannedPurpose
 
 
 def purpose_while_training(run: Run) -> Literal["batch", "evaluate"] | None:
@@ -31,9 +35,11 @@ def graphs_for(program: ResolvedProgram, purpose: Purpose) -> tuple[ResolvedProg
 
     Args:
         program: The program that is, or was, trained.
-        purpose: Train and evaluate; generate one sequence; generate a batch of many; evaluate
-            tasks, which scores and generates many; or serve.
+        purpose: Train and evaluate; dump arrays of training steps; generate one sequence; generate
+            a batch of many; evaluate tasks, which scores and generates many; or serve.
     """
+    if purpose == "dump":
+        return program, ["init", DUMP]
     if purpose == "train":
         return program, list(TRAINING_GRAPHS)
     served = serving_program(program)

@@ -258,6 +258,7 @@ def _facts(graph: Graph, plan: Plan) -> dict[str, Any]:
         "inputs": arrays(dict(graph.inputs)),
         "outputs": arrays(graph.outputs),
         "donated": list(graph.donated),
+        **graph.facts,
     }
 
 

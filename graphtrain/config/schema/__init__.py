@@ -7,6 +7,7 @@ in the reference. A check lives in the narrowest class that sees all settings it
 from graphtrain.config.schema.adapter import Adapter
 from graphtrain.config.schema.batch import Batch
 from graphtrain.config.schema.config import Config
+from graphtrain.config.schema.dump import Dump
 from graphtrain.config.schema.flax_model import FlaxModel
 from graphtrain.config.schema.learning_rate import LearningRate
 from graphtrain.config.schema.loss import Loss
@@ -46,6 +47,7 @@ __all__ = [
     "BlendPart",
     "Config",
     "Data",
+    "Dump",
     "FlaxModel",
     "LearningRate",
     "Loss",

@@ -8,6 +8,7 @@ from pydantic.dataclasses import dataclass
 from graphtrain.config.hf_config import layer_count
 from graphtrain.config.schema.adapter import Adapter
 from graphtrain.config.schema.batch import Batch
+from graphtrain.config.schema.dump import Dump
 from graphtrain.config.schema.flax_model import FlaxModel
 from graphtrain.config.schema.loss import Loss
 from graphtrain.config.schema.mesh import Mesh, PipelineSettings
@@ -65,6 +66,7 @@ class Program:
     pipeline: PipelineSettings = PipelineSettings()
     adapter: Adapter | None = None  # LoRA; unset: train every weight
     serve: Serve = Serve()
+    dump: Dump = Dump()
 
     def __post_init__(self) -> None:
         self.precision.check_dtype(self.model.dtype)

@@ -1,0 +1,322 @@
+"""Dump of a training step: activations, their gradients, and gradients of parameters as outputs.
+
+Names of arrays begin with their kind. "forward/layers/3/mlp/up" is an activation, "backward/..."
+the gradient of the objective with respect to it, "gradients/layers/3/mlp/up" that of a parameter.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import is_imported
+from graphtrain.errors import PlanError
+from graphtrain.graphs.names import KINDS, SUMMARY
+from graphtrain.graphs.objectives import metric_names, training_objective
+from graphtrain.models.attention.ring_order import to_ring_order
+from lowering.tracing.constrain import constrain, constrain_tree
+from lowering.tracing.recording import RecordedArray, recording
+from lowering.trees import Tree, flatten, unflatten
+from sharding_rules.arrays import ArraySpec
+
+FORWARD, BACKWARD, GRADIENTS = KINDS
+_MAX_NAMES = 60  # in an error message
+
+
+@dataclass(frozen=True)
+class NamedArray:
+    """One array of a dump: an output of the graph, or the row of one layer in it."""
+
+    kind: str
+    path: str  # of the array that stacks all layers
+    layer: int | None
+    source: str  # line of the model's code; empty for a parameter
+
+    @property
+    def name(self) -> str:
+        """Name for users, as in "forward/layers/3/mlp/up"."""
+        loop, _, rest = self.path.partition("/")
+        inner = self.path if self.layer is None else f"{loop}/{self.layer}/{rest}"
+        return f"{self.kind}/{inner}"
+
+
+@dataclass(frozen=True)
+class ArrayDump:
+    """Arrays that a dump of a program returns beside the results of its training step."""
+
+    program: ResolvedProgram
+    specs: Tree  # ArraySpecs of the parameters
+    recorded: Mapping[str, RecordedArray]  # activations, in the order of execution
+    chosen: tuple[NamedArray, ...]  # in the order of execution
+
+    @classmethod
+    def of(cls, program: ResolvedProgram, inputs: Mapping[str, Tree]) -> ArrayDump:
+        """Find the arrays that program.dump names; traces the objective once.
+
+        Args:
+            program: the program.
+            inputs: ArraySpecs of the inputs of its training step.
+
+        Raises:
+            PlanError: no array has such a name, or the program is a pipeline.
+        """
+        if program.stages is not None:
+            raise PlanError(
+                "graphtrain dump does not support pipeline parallelism (mesh.stage = "
+                f"{program.stages.stages}); use --set program.mesh.stage=1"
+            )
+        specs, recorded = inputs["state"]["parameters"], _recorded(program, inputs)
+        chosen = _choose(program.settings.dump.arrays, _all_arrays(program, specs, recorded))
+        return cls(program, specs, recorded, tuple(chosen))
+
+    @property
+    def outputs(self) -> Tree:
+        """ArraySpecs of the arrays, by kind and path."""
+        return unflatten(
+            {output: self._spec(output, layers) for output, layers in self._rows().items()}
+        )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts for the record of the program, by which outputs are read: one entry by array."""
+        rows, microbatches = self._rows(), self.program.batch.microbatches
+        return {
+            "summary": self.program.settings.dump.summary,
+            "arrays": [
+                {
+                    "name": one.name,
+                    "output": (output := f"{one.kind}/{one.path}"),
+                    "row": None if one.layer is None else rows[output].index(one.layer),
+                    "axes": list(self._axes(one)),
+                    "shape": self._shape(one, microbatches),
+                    "dtype": self._array(one).dtype,
+                    "source": one.source,
+                }
+                for one in self.chosen
+            ],
+        }
+
+    def gradients(self, state: Tree, batch: Tree, frozen: Tree | None) -> tuple[Tree, Tree, Tree]:
+        """Return gradients and metrics as `accumulate_gradients`, and the arrays of the dump.
+
+        Gradients are reduced after each microbatch.
+        """
+        batch, microbatches = to_ring_order(batch), self.program.batch.microbatches
+        parameters = state["parameters"]
+        objective = training_objective(self.program, state, frozen, batch)
+        wanted = {kind: self._paths(kind) for kind in KINDS}
+
+        def recorded_objective(
+            parameters: Tree, slots: Mapping[str, jax.Array], microbatch: Tree, index: Any
+        ) -> tuple[jax.Array, tuple[Tree, Mapping[str, jax.Array]]]:
+            with recording(lambda path: path in wanted[FORWARD], slots) as recorder:
+                value, metrics = objective(parameters, microbatch, index)
+            return value, (metrics, recorder.values)
+
+        def microbatch_gradients(microbatch: Tree, index: Any) -> tuple[Any, Tree]:
+            differentiate = jax.value_and_grad(recorded_objective, argnums=(0, 1), has_aux=True)
+            slots = {path: self._slot(path) for path in wanted[BACKWARD]}
+            (_, (metrics, forward)), (gradients, backward) = differentiate(
+                parameters, slots, microbatch, index
+            )
+            gradients = constrain_tree(gradients, self.specs, "optimizer")
+            arrays = {FORWARD: forward, BACKWARD: backward}
+            return (gradients, metrics), self._returned(arrays)
+
+        if microbatches == 1:
+            first = jax.tree.map(lambda array: array[0], batch)
+            (gradients, metrics), arrays = microbatch_gradients(first, 0)
+        else:
+
+            def add(sums: Any, indexed: tuple[Tree, jax.Array]) -> tuple[Any, Tree]:
+                new, arrays = microbatch_gradients(*indexed)
+                return jax.tree.map(jnp.add, sums, new), arrays
+
+            zeros = constrain_tree(
+                jax.tree.map(jnp.zeros_like, parameters), self.specs, "optimizer"
+            )
+            start = zeros, {name: jnp.zeros(()) for name in metric_names(self.program)}
+            (gradients, metrics), arrays = jax.lax.scan(
+                add, start, (batch, jnp.arange(microbatches))
+            )
+        arrays |= self._returned({GRADIENTS: flatten(gradients)})
+        return gradients, metrics, unflatten(arrays)
+
+    def _returned(self, arrays: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
+        """Return the chosen arrays of these kinds, or their summaries, by kind and path."""
+        returned = {}
+        for output, layers in self._rows().items():
+            kind, path = output.split("/", 1)
+            if kind not in arrays:
+                continue
+            x = arrays[kind][path]
+            if layers and len(layers) < x.shape[0]:
+                x = x[jnp.array(layers)]
+            is_summary = self.program.settings.dump.summary
+            returned[output] = summarize(x, 1 if layers else 0) if is_summary else x
+        return returned
+
+    def _rows(self) -> dict[str, list[int]]:
+        """Return the chosen layers by kind and path; empty for an array that stacks none."""
+        rows: dict[str, list[int]] = {}
+        for one in self.chosen:
+            layers = rows.setdefault(f"{one.kind}/{one.path}", [])
+            if one.layer is not None:
+                layers.append(one.layer)
+        return {output: sorted(layers) for output, layers in rows.items()}
+
+    def _paths(self, kind: str) -> list[str]:
+        return list(dict.fromkeys(one.path for one in self.chosen if one.kind == kind))
+
+    def _slot(self, path: str) -> jax.Array:
+        one = self.recorded[path]
+        return constrain(jnp.zeros(one.shape, one.dtype), *one.axes)
+
+    def _array(self, one: NamedArray) -> ArraySpec | RecordedArray:
+        table = flatten(self.specs) if one.kind == GRADIENTS else self.recorded
+        return table[one.path]
+
+    def _axes(self, one: NamedArray) -> tuple[str | None, ...]:
+        """Return the array axes of one layer of an array."""
+        return self._array(one).axes[0 if one.layer is None else 1 :]
+
+    def _shape(self, one: NamedArray, microbatches: int) -> list[int]:
+        """Return the shape of one layer of an array, of all microbatches together."""
+        shape = list(self._array(one).shape[0 if one.layer is None else 1 :])
+        if one.kind != GRADIENTS and self._axes(one)[:1] == ("batch",):
+            shape[0] *= microbatches
+        return shape
+
+    def _spec(self, output: str, layers: list[int]) -> ArraySpec:
+        """Return the ArraySpec of an output, named by kind and path."""
+        kind, path = output.split("/", 1)
+        spec = flatten(self.specs)[path] if kind == GRADIENTS else self.recorded[path]
+        role = "optimizer" if kind == GRADIENTS else "activation"
+        shape, axes, dtype = spec.shape, spec.axes, spec.dtype
+        if layers:  # a part of them, which their mesh axes may not divide
+            shape, axes = (len(layers), *shape[1:]), (None, *axes[1:])
+        if self.program.settings.dump.summary:
+            shape = (*shape[: 1 if layers else 0], len(SUMMARY))
+            axes, dtype, role = (None,) * len(shape), "float32", "activation"
+        microbatches = self.program.batch.microbatches
+        if kind != GRADIENTS and microbatches > 1:
+            shape, axes = (microbatches, *shape), (None, *axes)
+        return ArraySpec(shape, axes, dtype, role)
+
+
+def summarize(x: jax.Array, kept: int) -> jax.Array:
+    """Return the statistics of `names.SUMMARY` along the last dimension, float32.
+
+    All but the number of non-finite elements are of the finite ones.
+
+    Args:
+        x: an array.
+        kept: number of leading dimensions that are not reduced.
+    """
+    values = x.astype(jnp.float32)
+    is_finite = jnp.abs(values) <= jnp.finfo(jnp.float32).max
+    values = jnp.where(is_finite, values, 0)
+    reduced = tuple(range(kept, x.ndim))
+    size = math.prod(x.shape[kept:])
+    finite = is_finite.astype(jnp.float32).sum(reduced)
+    is_zero = (x == 0).astype(jnp.float32)
+    statistics = (
+        jnp.sqrt(jnp.square(values).sum(reduced)),
+        jnp.abs(values).max(reduced, initial=0),
+        values.sum(reduced) / jnp.maximum(finite, 1),
+        is_zero.sum(reduced) / size,
+        size - finite,
+    )
+    return jnp.stack(statistics, -1)
+
+
+def _recorded(program: ResolvedProgram, inputs: Mapping[str, Tree]) -> dict[str, RecordedArray]:
+    """Return the activations that a model names, in the order of execution."""
+
+    def trace(state: Tree, frozen: Tree | None, batch: Tree) -> jax.Array:
+        objective = training_objective(program, state, frozen, batch)
+        return objective(state["parameters"], jax.tree.map(lambda x: x[0], batch), 0)[0]
+
+    shapes = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype),
+        {name: inputs.get(name) for name in ("state", "frozen", "batch")},
+    )
+    with recording() as recorder:
+        jax.eval_shape(trace, shapes["state"], shapes["frozen"], shapes["batch"])
+    return recorder.described
+
+
+def _all_arrays(
+    program: ResolvedProgram, specs: Tree, recorded: Mapping[str, RecordedArray]
+) -> list[NamedArray]:
+    """Return all arrays in the order of execution."""
+    forward = list(_unstacked(recorded))
+    backward = [replace(one, kind=BACKWARD) for one in reversed(forward)]
+    return [*forward, *backward, *_parameters(program, specs)]
+
+
+def _unstacked(recorded: Mapping[str, RecordedArray]) -> Iterable[NamedArray]:
+    """Yield the activations; all of one layer before those of the next."""
+    left = dict(recorded)
+    while left:
+        path, one = next(iter(left.items()))
+        if one.layers is None:
+            del left[path]
+            yield NamedArray(FORWARD, path, None, one.source)
+            continue
+        loop = path.partition("/")[0]
+        inside = {path: left.pop(path) for path in list(left) if path.startswith(f"{loop}/")}
+        for layer in range(one.layers):
+            for path, array in inside.items():
+                yield NamedArray(FORWARD, path, layer, array.source)
+
+
+def _parameters(program: ResolvedProgram, specs: Tree) -> Iterable[NamedArray]:
+    """Yield the gradients of the parameters, those of the last layers first."""
+    paths = list(flatten(specs))
+    stacked = [] if is_imported(program.model) else [p for p in paths if p.startswith("layers/")]
+    embedding = [path for path in paths if path.startswith("embedding/")]
+    for path in paths:
+        if path not in stacked and path not in embedding:
+            yield NamedArray(GRADIENTS, path, None, "")
+    for layer in reversed(range(program.model.layers if stacked else 0)):
+        for path in stacked:
+            yield NamedArray(GRADIENTS, path, layer, "")
+    for path in embedding:
+        yield NamedArray(GRADIENTS, path, None, "")
+
+
+def _choose(patterns: Sequence[str], arrays: Sequence[NamedArray]) -> list[NamedArray]:
+    """Return the arrays whose names match a pattern, in their order.
+
+    Raises:
+        PlanError: a pattern matches none; the message has the names.
+    """
+    for pattern in patterns:
+        if not any(matches(one.name, pattern) for one in arrays):
+            raise PlanError(
+                f"program.dump.arrays: no array matches {pattern!r}; the names are "
+                f"{_named(arrays)} (graphtrain dump --list prints all)"
+            )
+    return [one for one in arrays if any(matches(one.name, pattern) for pattern in patterns)]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a name, with its kind or, if it names none, without."""
+    inner = name.partition("/")[2]
+    return fnmatchcase(name if pattern.partition("/")[0] in KINDS else inner, pattern)
+
+
+def _named(arrays: Sequence[NamedArray]) -> str:
+    """Return the names for a message, without their kinds, and each layer's array once."""
+    inner = (one.name.partition("/")[2] for one in arrays)
+    names = dict.fromkeys(re.sub(r"/\d+/", "/*/", name) for name in inner)
+    return ", ".join(list(names)[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
