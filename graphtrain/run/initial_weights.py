@@ -11,6 +11,7 @@ from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Run
 from graphtrain.models.lora.trainable import has_frozen_weights
+from graphtrain.models.optimizer_state import copies_of_weights
 from lowering.trees import Tree
 
 if TYPE_CHECKING:
@@ -114,6 +115,37 @@ class InitialWeights:
     @property
     def _fill(self):
         return lowering.backend(self.program.target).from_shards
+
+
+def load_initial_weights(initial_weights: InitialWeights, described: Tree, state: Tree) -> Tree:
+    """Return the state with its random weights replaced by the initial weights.
+
+    The random weights are freed first, to limit the peak memory.
+
+    Args:
+        initial_weights: the initial weights.
+        described: the state as an executable's inputs() describes it.
+        state: new state, on the devices.
+    """
+    other_state = {name: tree for name, tree in state.items() if name != "parameters"}
+    # New LoRA adapters keep their random initialization.
+    new = state["parameters"] if initial_weights.program.adapter is not None else None
+    state.clear()
+    parameters = initial_weights.parameters(described["parameters"], new)
+    for path in copies_of_weights(initial_weights.program.optimizer):
+        _load_copy(initial_weights, path, other_state, described)
+    return other_state | {"parameters": parameters}
+
+
+def _load_copy(initial_weights: InitialWeights, path: str, state: Tree, described: Tree) -> None:
+    """Replace a copy of the random weights, in the optimizer state, by the initial weights."""
+    *parents, name = path.split("/")
+    arrays, specs = state["optimizer"], described["optimizer"]
+    for parent in parents:
+        arrays, specs = arrays[parent], specs[parent]
+    new = arrays[name] if initial_weights.program.adapter is not None else None
+    arrays[name] = None  # frees the random weights
+    arrays[name] = initial_weights.parameters(specs[name], new)
 
 
 def _as_source(weights: WeightSource | HuggingFaceWeights) -> WeightSource:

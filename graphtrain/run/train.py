@@ -24,17 +24,15 @@ from graphtrain.config.schema import Config, Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown
 from graphtrain.graphs.names import purpose_while_training
 from graphtrain.models.lora.trainable import has_frozen_weights
-from graphtrain.models.optimizer_state import copies_of_weights
 from graphtrain.planning.parameters import ParameterCount, count_compiled_parameters
 from graphtrain.run.agreement import check_same_executables, on_all_ranks
-from graphtrain.run.batch_placement import BatchPlacement, index_share
+from graphtrain.run.batch_placement import BatchPlacement
 from graphtrain.run.callbacks import Callback, check_callbacks, notify
 from graphtrain.run.data_check import DataCheck
-from graphtrain.run.data_sources import open_sources
 from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.earlier_runs import set_aside, set_metrics_aside
 from graphtrain.run.events import RunStart, RunSummary
-from graphtrain.run.initial_weights import InitialWeights
+from graphtrain.run.initial_weights import InitialWeights, load_initial_weights
 from graphtrain.run.log import RunLog
 from graphtrain.run.loop import (
     JournalPosition,
@@ -50,6 +48,7 @@ from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.resume import Resumption, data_changed, identity_of, schedule_note
 from graphtrain.run.signals import StopRequest, stop_requests
 from graphtrain.run.step_collectives import first_collective, largest_collective
+from graphtrain.run.training_data import training_loader
 from graphtrain.run.validation_history import recorded_history
 from graphtrain.run.watchdog import watched
 from lowering.machine import host, startup
@@ -146,7 +145,8 @@ def train(
         placement = BatchPlacement(programs["train"].inputs("batch"), program.target)
         loader = _open_data(run, program.settings, placement, stack)
         if not saved and initial_weights is not None:
-            state = _load_initial_weights(initial_weights, programs, state)
+            described = programs["train"].inputs("state")
+            state = load_initial_weights(initial_weights, described, state)
         step = programs["train"]
         frozen = ()
         if initial_weights is not None and has_frozen_weights(program.settings):
@@ -305,35 +305,6 @@ def _init_state(programs: LoadedPrograms, seed: int) -> Tree:
     return state
 
 
-def _load_initial_weights(
-    initial_weights: InitialWeights, programs: LoadedPrograms, state: Tree
-) -> Tree:
-    """Return the state with its random weights replaced by the initial weights.
-
-    The random weights are freed first, to limit the peak memory.
-    """
-    other_state = {name: tree for name, tree in state.items() if name != "parameters"}
-    # New LoRA adapters keep their random initialization.
-    new = state["parameters"] if initial_weights.program.adapter is not None else None
-    state.clear()
-    described = programs["train"].inputs("state")
-    parameters = initial_weights.parameters(described["parameters"], new)
-    for path in copies_of_weights(initial_weights.program.optimizer):
-        _load_copy(initial_weights, path, other_state, described)
-    return other_state | {"parameters": parameters}
-
-
-def _load_copy(initial_weights: InitialWeights, path: str, state: Tree, described: Tree) -> None:
-    """Replace a copy of the random weights, in the optimizer state, by the initial weights."""
-    *parents, name = path.split("/")
-    arrays, specs = state["optimizer"], described["optimizer"]
-    for parent in parents:
-        arrays, specs = arrays[parent], specs[parent]
-    new = arrays[name] if initial_weights.program.adapter is not None else None
-    arrays[name] = None  # frees the random weights
-    arrays[name] = initial_weights.parameters(specs[name], new)
-
-
 def _copy_hf_files(config: Config, initial_weights: InitialWeights | None) -> None:
     """Copy the tokenizer and the Hugging Face files of the weights into the run directory.
 
@@ -407,28 +378,13 @@ def _open_data(run: Run, program: Program, placement: BatchPlacement, stack: Exi
     """Check the validation set, then return the training data loader, which `stack` closes."""
 
     def open_loader() -> Any:
-        from graphtrain.data.batches.loader import Loader
-
         if run.data.validation is not None:
             from graphtrain.run.evaluate import check_validation
 
             batches = run_validation_batches(run, program)  # opens it on every rank
             if distributed.rank() == 0:
                 check_validation(batches, program)
-        return Loader(
-            run.data.train,
-            global_batch_size=program.batch.global_batch_size,
-            seq_len=program.batch.seq_len,
-            seed=run.seed,
-            vocab=program.model.vocab_tokens,
-            isolate_documents=not program.batch.cross_document_attention,
-            packing=run.data.packing,
-            overlong=run.data.overlong,
-            pairs=program.loss.kind == "dpo",
-            rows=placement.rows,
-            index_share=index_share(),
-            sources=open_sources(run.data),
-        )
+        return training_loader(run, program, placement.rows)
 
     loader = on_all_ranks(open_loader)
     stack.callback(loader.close)

@@ -1,0 +1,40 @@
+"""Loader of a run's training data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from graphtrain.config.schema import Program, Run
+from graphtrain.run.batch_placement import index_share
+from graphtrain.run.data_sources import open_sources
+
+
+def training_loader(run: Run, program: Program, rows: np.ndarray | None) -> Any:
+    """Open the training data of a run as an iterator over its batches, which must be closed.
+
+    Args:
+        run: settings of the run.
+        program: settings of the program.
+        rows: rows of each batch to read, ascending; None: all.
+
+    Raises:
+        DataError: a dataset cannot be used.
+    """
+    from graphtrain.data.batches.loader import Loader
+
+    return Loader(
+        run.data.train,
+        global_batch_size=program.batch.global_batch_size,
+        seq_len=program.batch.seq_len,
+        seed=run.seed,
+        vocab=program.model.vocab_tokens,
+        isolate_documents=not program.batch.cross_document_attention,
+        packing=run.data.packing,
+        overlong=run.data.overlong,
+        pairs=program.loss.kind == "dpo",
+        rows=rows,
+        index_share=index_share(),
+        sources=open_sources(run.data),
+    )
