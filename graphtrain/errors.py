@@ -7,9 +7,9 @@ EXIT_STATUSES = {
     "0": "success",
     "1": "a defect in graphtrain, with a traceback",
     "2": "an error that you can fix: the message says what is wrong, where, and what to do",
-    "3": "`run`, `serve`, `chat` or `evaluate` found no compiled program: compile first",
+    "3": "`run`, `serve`, `chat`, `evaluate` or `dump` found no compiled program: compile first",
     "4": "the step does not fit in the memory of a device (`plan`), or no strategy fits (`search`)",
-    "5": "the plan differs from its lock (`plan check`)",
+    "5": "the plan differs from its lock (`plan check`), or two dumps differ (`compare`)",
     "75": "a rank was lost or hung: start the run again, and it resumes from its checkpoint",
     "128 + n": "stopped by signal n, after saving a checkpoint if a run was training",
 }
@@ -45,6 +45,10 @@ class TrainingError(GraphtrainError):
 
 class CallbackError(GraphtrainError):
     """A callback of a run raised an exception, or has a method that is no event."""
+
+
+class DumpError(GraphtrainError):
+    """A dump of arrays cannot be written, read, or compared with another."""
 
 
 class PlanError(GraphtrainError):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from graphtrain.compile.tasks import CompilationReport
     from graphtrain.config.resolve import ResolvedProgram
     from graphtrain.config.schema import Config
-    from graphtrain.graphs.names import Purpose, ServingPurpose
+    from graphtrain.graphs.names import PlannedPurpose, Purpose, ServingPurpose
     from graphtrain.planning.answer import Answer
     from graphtrain.planning.serving import ServingAnswer
 
@@ -60,7 +60,7 @@ def plan(
     cache: str | os.PathLike[str] | None = None,
     compile: bool = True,
     confirm: bool = True,
-    purpose: Purpose = "train",
+    purpose: PlannedPurpose = "train",
     observe: Observer = observe_nothing,
 ) -> Answer | ServingAnswer:
     """Return the memory, communication and time of each device.
@@ -124,7 +124,7 @@ def compile(
         retries: Number of further attempts after a compiler process is killed.
         retry_failed: Whether to compile graphs again that this compiler rejected before.
         purpose: "train" (and evaluate), "generate" one sequence, "batch" for generate_batch,
-            "evaluate" for evaluate_tasks, or "serve".
+            "evaluate" for evaluate_tasks, "serve", or "dump" for the arrays of program.dump.
         observe: Called with the progress of compilations.
 
     Raises:
@@ -184,21 +184,23 @@ def compile_missing(
     *,
     name: str = "configuration",
     cache: str | os.PathLike[str] | None = None,
+    purpose: Literal["train", "dump"] = "train",
     observe: Observer = observe_nothing,
     log: Callable[[str], None] = log,
 ) -> None:
-    """Compile the graphs of a run that neither the cache nor the remote cache has.
+    """Compile the graphs of a run, or of a dump, that neither cache nor remote cache has.
 
     Raises:
         CompilationFailed: a graph failed, or its compiler is not installed.
     """
     from graphtrain.compile.driver import compile_tasks
     from graphtrain.compile.shared_cache import pull_requests
-    from graphtrain.compile.tasks import run_tasks
+    from graphtrain.compile.tasks import run_tasks, tasks_of
     from graphtrain.config.resolve import resolve
 
-    store = open_cache(cache)
-    tasks = run_tasks({name: resolve(config.program)}, {name: config.run})
+    store, programs = open_cache(cache), {name: resolve(config.program)}
+    is_run = purpose == "train"
+    tasks = run_tasks(programs, {name: config.run}) if is_run else tasks_of(programs, purpose)
     pull_requests(store, [task.request for task in tasks], log)
     missing = [task.label for task in tasks if not store.contains(task.request)]
     if missing:

@@ -25,11 +25,13 @@ from lowering.machine.extras import is_optional, missing_extra
 _COMMAND_HELP = {
     "cache": "List, explain, verify, share and remove compiled programs.",
     "chat": "Chat with a run in the terminal.",
+    "compare": "Find the first difference between two dumps.",
     "compile": "Compile every graph of a run into the cache, in parallel.",
     "config": "Check or show a configuration; print the reference of settings.",
     "convert": "Convert weights from and to other formats; reshard checkpoints.",
     "data": "Tokenize text and conversations for training; inspect datasets.",
     "doctor": "Report what this machine can compile for and run on.",
+    "dump": "Write activations and gradients of training steps.",
     "evaluate": "Measure the validation loss of a checkpoint, or evaluate it on tasks.",
     "extract": "Compile the graphs of a torch-xla script, without training.",
     "generate": "Generate text that continues a prompt.",

@@ -85,11 +85,11 @@ def compile_limit_options(command: Callable) -> Callable:
 @click.option(
     "--for",
     "purpose",
-    type=click.Choice(("train", "generate", "batch", "evaluate", "serve")),
+    type=click.Choice(("train", "dump", "generate", "batch", "evaluate", "serve")),
     default="train",
     show_default=True,
-    help="What the graphs are for: train and evaluate, generate one sequence, generate a batch "
-    "(--prompts), evaluate --tasks, or serve.",
+    help="What the graphs are for: train and evaluate, dump the arrays of program.dump, generate "
+    "one sequence, generate a batch (--prompts), evaluate --tasks, or serve.",
 )
 @json_option
 def command(

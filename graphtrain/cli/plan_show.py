@@ -26,7 +26,7 @@ from graphtrain.cli.terminal import say
 if TYPE_CHECKING:
     from graphtrain.api.checks.checked import CheckedConfig
     from graphtrain.config.resolve import ResolvedProgram
-    from graphtrain.graphs.names import Purpose, ServingPurpose
+    from graphtrain.graphs.names import PlannedPurpose, ServingPurpose
     from graphtrain.planning.answer import Answer
 
 _PAGE_MARK = '<meta name="generator" content="graphtrain plan">'
@@ -103,7 +103,7 @@ def show(
     cache: Path,
     ask_compiler: bool,
     confirm: bool,
-    purpose: "Purpose",
+    purpose: "PlannedPurpose",
     jobs: int | None,
     pattern: str | None,
     blame: bool,

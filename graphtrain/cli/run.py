@@ -97,7 +97,7 @@ def command(
 
     run = checked.config.run
     reporter = progress_reporter(run.steps, run.report_every, verbose=verbose)
-    with _reported_compilation(), nullcontext() if quiet else reporter as progress:
+    with reported_compilation(), nullcontext() if quiet else reporter as progress:
         summary = train(
             checked,
             callbacks=[] if progress is None else [progress],
@@ -123,7 +123,7 @@ def command(
 
 
 @contextmanager
-def _reported_compilation() -> Iterator[None]:
+def reported_compilation() -> Iterator[None]:
     """Print the report of a compilation that failed, and end with its status."""
     from graphtrain.compile.tasks import CompilationFailed
 

@@ -60,7 +60,7 @@ _NEW: tuple[Kind, ...] = ("program", "data", "missing_data", "machine")
 
 def compile_purpose(graphs: str) -> Purpose:
     """Return the purpose of compiling the graphs that `--for` names."""
-    return COMPILE if graphs == "train" else COMPILE_SERVING
+    return COMPILE if graphs in ("train", "dump") else COMPILE_SERVING
 
 
 def run_purpose(*, fresh: bool = False, compiles: bool = False) -> Purpose:
@@ -72,6 +72,11 @@ def run_purpose(*, fresh: bool = False, compiles: bool = False) -> Purpose:
     """
     errors = _NEW if fresh else _EVERY
     return Purpose((*errors, "compiler") if compiles else errors)
+
+
+def dump_purpose(*, compiles: bool = False) -> Purpose:
+    """Return the purpose of a dump; the settings may differ from those of the checkpoint."""
+    return Purpose((*_EVERY, "compiler") if compiles else _EVERY, weights_only=True)
 
 
 def evaluation_purpose(*, bigram: bool = False) -> Purpose:

@@ -1,0 +1,155 @@
+"""Dump arrays of training steps, and compare two dumps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graphtrain.api.checks.purpose import dump_purpose
+from graphtrain.api.configuration import (
+    Observer,
+    Settings,
+    checked_config,
+    log,
+    name_of,
+    observe_nothing,
+    open_cache,
+)
+
+if TYPE_CHECKING:
+    from graphtrain.api.configuration import Source
+    from graphtrain.checkpoints.steps import StepName
+    from graphtrain.config.schema import Config
+    from graphtrain.run.dumps.compare import Comparison
+    from graphtrain.run.dumps.files import StoredDump
+
+
+def dump(
+    config: Source,
+    directory: str | os.PathLike[str],
+    *,
+    steps: int = 1,
+    step: StepName = "last",
+    arrays: Sequence[str] = (),
+    summary: bool | None = None,
+    target: str | None = None,
+    set: Settings = (),
+    cache: str | os.PathLike[str] | None = None,
+    compile: bool = False,
+    compile_hint: str = "graphtrain.compile(..., purpose='dump')",
+    observe: Observer = observe_nothing,
+    log: Callable[[str], None] = log,
+) -> StoredDump:
+    """Run training steps and write named activations and gradients of each into a new directory.
+
+    The steps are those that the run would take next. The run itself is not changed.
+
+    Args:
+        config: A configuration, in any form that load_config accepts, or the directory of a run.
+        directory: Directory to create.
+        steps: Number of steps.
+        step: Step of the checkpoint to start from, or "last" or "best"; 0 for the initial state.
+        arrays: Names of arrays, or globs, in place of program.dump.arrays.
+        summary: Whether to write only statistics of each array; None: as program.dump.summary.
+        target: Machine to run on, in place of program.target.
+        set: Settings to change.
+        cache: Directory of compiled programs; None for $GRAPHTRAIN_CACHE, else ./cache.
+        compile: Whether to compile missing programs first, in place of MissingProgram.
+        compile_hint: What compiles missing programs, for the error message.
+        observe: Called with the progress of compilations.
+        log: Called with what is fetched from a remote cache.
+
+    Raises:
+        MissingProgram: a program is not compiled.
+        CompilationFailed: a program was to be compiled, and could not be.
+        UserError: something else that the user can change; its text says what.
+    """
+    from graphtrain.api.programs import compile_missing
+    from graphtrain.checkpoints.steps import named_step
+    from graphtrain.config.resolve import resolve
+    from graphtrain.errors import MissingProgram
+    from graphtrain.run.dumps.take import take_dump
+    from graphtrain.run.processes import join_run
+
+    checked = checked_config(config, dump_purpose(compiles=compile), set=set, target=target)
+    settings = with_arrays(checked.config, arrays, summary)
+    program, store = resolve(settings.program), open_cache(cache)
+
+    def prepare() -> None:
+        if compile:
+            name = name_of(checked.source)
+            compile_missing(
+                settings, name=name, cache=cache, purpose="dump", observe=observe, log=log
+            )
+
+    join_run(program.target, settings.run.watchdog, prepare=prepare)
+    start = named_step(Path(settings.run.directory) / "checkpoints", step)
+    try:
+        return take_dump(
+            program,
+            settings.run,
+            store,
+            Path(directory),
+            steps=steps,
+            start=start,
+            compile_hint=compile_hint,
+        )
+    except MissingProgram:
+        array_names(settings)  # a wrong name is the better reason
+        raise
+
+
+def with_arrays(config: Config, arrays: Sequence[str], summary: bool | None) -> Config:
+    """Return a configuration with other settings of a dump, where they are given."""
+    changed = config.program.dump
+    if arrays:
+        changed = replace(changed, arrays=tuple(arrays))
+    if summary is not None:
+        changed = replace(changed, summary=summary)
+    return replace(config, program=replace(config.program, dump=changed))
+
+
+def array_names(config: Config) -> list[tuple[str, list[int], str]]:
+    """Return name, shape and source line of the arrays that program.dump names; traces the model.
+
+    Raises:
+        PlanError: no array has such a name.
+    """
+    import lowering
+    from graphtrain.config.resolve import resolve
+    from graphtrain.graphs.build import build_graph
+    from graphtrain.graphs.names import DUMP
+
+    program = resolve(config.program)
+    lowering.backend(program.target).compile_devices(program.target)  # before other uses of JAX
+    facts = build_graph(program, DUMP).facts[DUMP]["arrays"]
+    return [(fact["name"], fact["shape"], fact["source"]) for fact in facts]
+
+
+def compare(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    tolerance: float | None = None,
+    absolute: float = 0.0,
+) -> Comparison:
+    """Compare two dumps; `first` of the result is the first array that differs.
+
+    Args:
+        a: Directory of the dump to trust.
+        b: Directory of the other one.
+        tolerance: Relative difference up to which arrays count as equal; None: what rounding in the
+            coarser of the two dtypes explains.
+        absolute: Differences of at most this count as equal in any case.
+
+    Raises:
+        DumpError: a directory contains no dump, or the two have nothing in common.
+    """
+    from graphtrain.run.dumps.compare import compare_dumps
+    from graphtrain.run.dumps.files import StoredDump
+
+    opened = StoredDump.open(Path(a)), StoredDump.open(Path(b))
+    return compare_dumps(*opened, tolerance=tolerance, absolute=absolute)

@@ -1,0 +1,114 @@
+"""graphtrain compare: find the first difference between two dumps."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from graphtrain.cli.options import FiniteRange, LocalPath, json_option
+from graphtrain.cli.terminal import say
+
+if TYPE_CHECKING:
+    from graphtrain.run.dumps.compare import ArrayDifference, Comparison
+
+_DIFFERS = 5  # exit status
+_MAX_ROWS = 20  # of arrays that differ, unless --all is given
+
+
+@click.command("compare")
+@click.argument("a", type=LocalPath(exists=True, file_okay=False))
+@click.argument("b", type=LocalPath(exists=True, file_okay=False))
+@click.option(
+    "--tolerance",
+    type=FiniteRange(min=0),
+    help="Relative difference up to which arrays count as equal. [default: 1e-4 for float32, 1e-2 "
+    "for float16 and 5e-2 for bfloat16, the coarser of both]",
+)
+@click.option(
+    "--absolute",
+    type=FiniteRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Differences of at most this count as equal in any case, for arrays that are zero but "
+    "for rounding.",
+)
+@click.option("--all", "shows_all", is_flag=True, help="Print a row for every array.")
+@json_option
+def command(
+    a: Path, b: Path, tolerance: float | None, absolute: float, shows_all: bool, as_json: bool
+) -> None:
+    """Find the first array, in the order of execution, in which two dumps differ.
+
+    A is the dump to trust, and B the other. If they differ by more than the tolerance, exits with
+    5.
+    """
+    from graphtrain.api.dumps import compare
+
+    comparison = compare(a, b, tolerance=tolerance, absolute=absolute)
+    if as_json:
+        click.echo(json.dumps(comparison.as_json()))
+    else:
+        _print(comparison, shows_all=shows_all)
+    if comparison.first is not None:
+        sys.exit(_DIFFERS)
+
+
+def _print(comparison: "Comparison", *, shows_all: bool) -> None:
+    for note in comparison.notes:
+        say(f"note: {note}")
+    for letter, names in zip("AB", comparison.only_in, strict=True):
+        if names:
+            more = ", ..." if len(names) > 3 else ""
+            say(f"note: only in {letter}: {', '.join(names[:3])}{more} ({len(names)})")
+    first, total = comparison.first, len(comparison.differences)
+    differing = [one for one in comparison.differences if one.differs]
+    if first is None:
+        largest = max(comparison.differences, key=lambda one: one.relative)
+        click.echo(
+            f"equal: {total} arrays, within {comparison.tolerance:g}; the largest difference is "
+            f"{largest.relative:.1e}, of {largest.name} in step {largest.step}"
+        )
+    else:
+        click.echo("\n".join(_first_lines(comparison, first)))
+        click.echo(f"\n{len(differing)} of {total} arrays differ:")
+    rows = list(comparison.differences) if shows_all else differing
+    _print_table(rows if shows_all else rows[:_MAX_ROWS])
+    if not shows_all and len(rows) > _MAX_ROWS:
+        click.echo(f"... {len(rows) - _MAX_ROWS} more; --all prints every array")
+
+
+def _first_lines(comparison: "Comparison", first: "ArrayDifference") -> list[str]:
+    """Return the lines about the first difference."""
+    position = comparison.differences.index(first)
+    lines = [
+        f"first difference: {first.name} in step {first.step}, after {position} equal arrays",
+        f"  relative    {first.relative:.2e} (tolerance {comparison.tolerance:g})",
+        f"  max |A - B| {first.max_abs:.2e}",
+    ]
+    if first.values is not None:
+        place = "norms" if first.index is None else f"at {first.index}"
+        lines.append(f"  {place:<11} {first.values[0]:.6g} in A, {first.values[1]:.6g} in B")
+    if first.cosine is not None:
+        lines.append(f"  cosine      {first.cosine:.6f}")
+    if first.reason:
+        lines.append(f"  differ in   {first.reason}")
+    if first.source:
+        kind = first.name.partition("/")[0]
+        made = "made by the gradient of what follows" if kind == "backward" else "made at"
+        lines.append(f"  {made} {first.source}")
+    if first.after is not None:
+        lines.append(f"  the array before it, {first.after}, is equal")
+    return lines
+
+
+def _print_table(rows: "list[ArrayDifference]") -> None:
+    if not rows:
+        return
+    width = max(len(one.name) for one in rows)
+    click.echo(f"{'step':>6}  {'array':<{width}}  {'relative':>9}  {'max |A-B|':>9}  {'cosine':>9}")
+    for one in rows:
+        cosine = "" if one.cosine is None else f"{one.cosine:9.6f}"
+        values = f"{one.relative:9.1e}  {one.max_abs:9.1e}  {cosine:>9}"
+        click.echo(f"{one.step:>6}  {one.name:<{width}}  {values}".rstrip())

@@ -1,0 +1,177 @@
+"""Comparison of two dumps: files, measures, and the command."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from in_process import graphtrain
+
+from graphtrain.errors import DumpError
+from graphtrain.run.dumps.compare import (
+    compare_arrays,
+    compare_dumps,
+    compare_summaries,
+    summary_of,
+)
+from graphtrain.run.dumps.files import ArrayEntry, DumpIndex, StoredDump, write_index, write_step
+from graphtrain.run.dumps.take import merge_summaries
+
+NAMES = [f"forward/layers/{layer}/output" for layer in range(4)]
+INDEX = DumpIndex(
+    target="cpu:1",
+    mesh={},
+    dtype="float32",
+    summary=False,
+    program="",
+    identity={"program.model.embed": 8},
+    versions={"jax": "0.10"},
+    arrays=[],
+    steps=[],
+)
+
+
+def arrays_of(seed=0):
+    random = np.random.default_rng(seed)
+    return {name: random.standard_normal((2, 3, 8)).astype(np.float32) for name in NAMES}
+
+
+def write(directory, *steps, **about):
+    """Write a dump with these arrays in each step, from step 1."""
+    entries = [
+        ArrayEntry(name, [2, 3, 8], "float32", f"model.py:{line}")
+        for line, name in enumerate(steps[0], 1)
+    ]
+    numbers = range(1, len(steps) + 1)
+    for number, arrays in zip(numbers, steps, strict=True):
+        write_step(directory, number, arrays)
+    listed = [{"step": number, "batch": "same"} for number in numbers]
+    about = {"arrays": entries, "steps": listed} | about
+    write_index(directory, dataclasses.replace(INDEX, **about))
+    return StoredDump.open(directory)
+
+
+def test_the_first_difference_is_the_first_in_order_not_the_largest(tmp_path):
+    right, wrong = [arrays_of(), arrays_of(1)], [arrays_of(), arrays_of(1)]
+    wrong[1][NAMES[1]][1, 2, 3] += 0.5
+    wrong[1][NAMES[2]] *= 100
+    a, b = write(tmp_path / "a", *right), write(tmp_path / "b", *wrong)
+    comparison = compare_dumps(a, b)
+    first = comparison.first
+    assert first is not None
+    assert (first.step, first.name, first.index) == (2, NAMES[1], [1, 2, 3])
+    assert first.max_abs == pytest.approx(0.5) and first.after == NAMES[0]
+    assert first.source == "model.py:2"
+    assert [one.name for one in comparison.differences if one.differs] == NAMES[1:3]
+
+
+def test_one_wrong_element_of_many_is_seen():
+    a = np.ones(1_000_000, np.float32)
+    b = a.copy()
+    b[123_456] = 1.01
+    measured = compare_arrays(a, b)
+    assert measured["relative"] == pytest.approx(0.01, rel=1e-3)
+    assert measured["index"] == [123_456]
+
+
+def test_measures_are_those_of_numpy():
+    a, b = (np.random.default_rng(seed).standard_normal((40, 50)) for seed in (0, 1))
+    measured = compare_arrays(a, b)
+    gap = np.abs(a - b)
+    assert measured["max_abs"] == gap.max()
+    assert measured["relative"] == pytest.approx(
+        max(np.linalg.norm(a - b) / np.linalg.norm(a), gap.max() / np.abs(a).max())
+    )
+    assert measured["cosine"] == pytest.approx(
+        (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
+    )
+
+
+def test_non_finite_elements_differ_unless_both_have_them():
+    a = np.array([1, np.nan, np.inf], np.float32)
+    assert compare_arrays(a, a)["relative"] == 0
+    differing = compare_arrays(a, np.array([1, np.nan, -np.inf], np.float32))
+    assert differing["relative"] == np.inf and differing["index"] == [2]
+    assert compare_summaries(summary_of(a), summary_of(a[:1]))["relative"] == np.inf
+
+
+def test_summaries_of_parts_are_those_of_the_whole():
+    whole = np.random.default_rng(0).standard_normal((4, 10, 6)).astype(np.float32)
+    whole[0, :3] = 0
+    whole[1, 0, 0] = np.inf
+    merged = merge_summaries(np.stack([summary_of(part) for part in whole]))
+    expected = summary_of(whole)
+    np.testing.assert_allclose(np.delete(merged, 2), np.delete(expected, 2), rtol=1e-6)
+    assert merged[2] == pytest.approx(expected[2], abs=1e-3)  # one element fewer has a mean
+
+
+def test_a_dump_of_summaries_compares_with_one_of_arrays(tmp_path):
+    whole, other = arrays_of(), arrays_of()
+    other[NAMES[2]] = other[NAMES[2]] * np.float32(1.01)
+    summaries = {name: summary_of(array) for name, array in other.items()}
+    a, b = write(tmp_path / "a", whole), write(tmp_path / "b", summaries, summary=True)
+    first = compare_dumps(a, b).first
+    assert first is not None and first.name == NAMES[2] and first.index is None
+    assert first.relative == pytest.approx(0.01, rel=1e-3)
+
+
+def test_tolerances_follow_the_coarser_dtype_unless_they_are_given(tmp_path):
+    wrong = arrays_of()
+    wrong[NAMES[0]] = wrong[NAMES[0]] * np.float32(1.01)
+    a = write(tmp_path / "a", arrays_of())
+    b = write(tmp_path / "b", wrong, dtype="bfloat16")
+    assert compare_dumps(a, b).first is None
+    assert compare_dumps(a, b, tolerance=1e-3).first is not None
+    assert compare_dumps(a, b, tolerance=1e-3, absolute=1.0).first is None
+
+
+def test_what_else_differs_is_noted(tmp_path):
+    a = write(tmp_path / "a", arrays_of())
+    identity, steps = {"program.model.embed": 16}, [{"step": 1, "batch": "other"}]
+    b = write(tmp_path / "b", arrays_of(), identity=identity, steps=steps, target="cpu:4")
+    notes = compare_dumps(a, b).notes
+    assert notes == (
+        "program.model.embed: 8 and 16",
+        "the batches differ, from step 1 on",
+        "target: cpu:1 and cpu:4",
+    )
+
+
+def test_dumps_without_a_common_step_are_refused(tmp_path):
+    a, b = write(tmp_path / "a", arrays_of()), write(tmp_path / "b", arrays_of(), steps=[])
+    with pytest.raises(DumpError, match="none in common"):
+        compare_dumps(a, dataclasses.replace(b, index=dataclasses.replace(b.index, steps=[
+            {"step": 7, "batch": ""}
+        ])))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "dump.json").unlink(), "contains no dump.json"),
+        (lambda path: (path / "dump.json").write_text('{"steps": 3}'), "damaged"),
+        (lambda path: (path / "step-000001/model.safetensors").write_bytes(b"x"), "not a complete"),
+        (lambda path: (path / "step-000001/model.safetensors").unlink(), "contains no weights"),
+    ],
+)
+def test_damaged_dumps_are_refused(damage, message, tmp_path):
+    write(tmp_path / "a", arrays_of())
+    write(tmp_path / "b", arrays_of())
+    damage(tmp_path / "b")
+    outcome = graphtrain("compare", tmp_path / "a", tmp_path / "b")
+    assert outcome.status == 2 and message in outcome.err
+
+
+def test_the_command_reports_the_first_difference_and_its_line(tmp_path):
+    wrong = arrays_of()
+    wrong[NAMES[1]][0, 0, 0] += 1
+    write(tmp_path / "a", arrays_of())
+    write(tmp_path / "b", wrong)
+    same = graphtrain("compare", tmp_path / "a", tmp_path / "a")
+    assert same.status == 0 and same.out.startswith("equal: 4 arrays")
+    outcome = graphtrain("compare", tmp_path / "a", tmp_path / "b")
+    assert outcome.status == 5
+    assert f"first difference: {NAMES[1]} in step 1, after 1 equal array" in outcome.out
+    assert "made at model.py:2" in outcome.out
+    report = json.loads(graphtrain("compare", tmp_path / "a", tmp_path / "b", "--json").out)
+    assert report["equal"] is False and report["first"]["name"] == NAMES[1]
