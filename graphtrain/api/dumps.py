@@ -112,8 +112,8 @@ def with_arrays(config: Config, arrays: Sequence[str], summary: bool | None) -> 
     return replace(config, program=replace(config.program, dump=changed))
 
 
-def array_names(config: Config) -> list[tuple[str, list[int], str]]:
-    """Return name, shape and source line of the arrays that program.dump names; traces the model.
+def array_names(config: Config) -> list[tuple[str, list[int], list[str]]]:
+    """Return name, shape and lines of the arrays that program.dump names; traces the model.
 
     Raises:
         PlanError: no array has such a name.
@@ -126,7 +126,7 @@ def array_names(config: Config) -> list[tuple[str, list[int], str]]:
     program = resolve(config.program)
     lowering.backend(program.target).compile_devices(program.target)  # before other uses of JAX
     facts = build_graph(program, DUMP).facts[DUMP]["arrays"]
-    return [(fact["name"], fact["shape"], fact["source"]) for fact in facts]
+    return [(fact["name"], fact["shape"], fact["lines"]) for fact in facts]
 
 
 def compare(

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,13 +95,25 @@ def _first_lines(comparison: "Comparison", first: "ArrayDifference") -> list[str
         lines.append(f"  cosine      {first.cosine:.6f}")
     if first.reason:
         lines.append(f"  differ in   {first.reason}")
-    if first.source:
-        kind = first.name.partition("/")[0]
-        made = "made by the gradient of what follows" if kind == "backward" else "made at"
-        lines.append(f"  {made} {first.source}")
+    for number, line in enumerate(_by_file(first.lines)):
+        lines.append(f"  {'' if number else _maker(first.name):<11} {line}")
     if first.after is not None:
         lines.append(f"  the array before it, {first.after}, is equal")
     return lines
+
+
+def _maker(name: str) -> str:
+    """Return how the lines of an array made it."""
+    return "gradient of" if name.startswith("backward/") else "made by"
+
+
+def _by_file(lines: Sequence[str]) -> list[str]:
+    """Return lines of code as "model.py:3, 7", one for each file."""
+    numbers: dict[str, list[str]] = {}
+    for line in lines:
+        file, _, number = line.rpartition(":")
+        numbers.setdefault(file, []).append(number)
+    return [f"{file}:{', '.join(sorted(found, key=int))}" for file, found in numbers.items()]
 
 
 def _print_table(rows: "list[ArrayDifference]") -> None:

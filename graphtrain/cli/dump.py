@@ -124,15 +124,15 @@ def _compile_hint(
     return f"{compile_hint(config, target, [*overrides, *changes], cache)} --for dump"
 
 
-def _print_names(names: Sequence[tuple[str, list[int], str]], as_json: bool) -> None:
+def _print_names(names: Sequence[tuple[str, list[int], list[str]]], as_json: bool) -> None:
     if as_json:
-        keys = ("name", "shape", "source")
+        keys = ("name", "shape", "lines")
         click.echo(json.dumps([dict(zip(keys, row, strict=True)) for row in names]))
         return
     width = max(len(name) for name, _, _ in names)
-    for name, shape, source in names:
+    for name, shape, lines in names:
         sizes = " x ".join(map(str, shape)) or "scalar"
-        click.echo(f"{name:<{width}}  {sizes:<24}{source}".rstrip())
+        click.echo(f"{name:<{width}}  {sizes:<24}{lines[0] if lines else ''}".rstrip())
 
 
 def _print_dump(stored: "StoredDump", as_json: bool) -> None:

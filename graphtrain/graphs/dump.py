@@ -23,6 +23,8 @@ from graphtrain.graphs.names import KINDS, SUMMARY
 from graphtrain.graphs.objectives import metric_names, training_objective
 from graphtrain.models.attention.ring_order import to_ring_order
 from lowering.tracing.constrain import constrain, constrain_tree
+from lowering.tracing.current_target import trace_for_target
+from lowering.tracing.recorded_lines import RecordedLines, recorded_lines
 from lowering.tracing.recording import RecordedArray, recording
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
@@ -38,7 +40,7 @@ class NamedArray:
     kind: str
     path: str  # of the array that stacks all layers
     layer: int | None
-    source: str  # line of the model's code; empty for a parameter
+    lines: tuple[str, ...]  # of the model's code that made it; empty for a parameter
 
     @property
     def name(self) -> str:
@@ -73,8 +75,9 @@ class ArrayDump:
                 "graphtrain dump does not support pipeline parallelism (mesh.stage = "
                 f"{program.stages.stages}); use --set program.mesh.stage=1"
             )
-        specs, recorded = inputs["state"]["parameters"], _recorded(program, inputs)
-        chosen = _choose(program.settings.dump.arrays, _all_arrays(program, specs, recorded))
+        specs, (recorded, lines) = inputs["state"]["parameters"], _recorded(program, inputs)
+        arrays = _all_arrays(program, specs, recorded, lines)
+        chosen = _choose(program.settings.dump.arrays, arrays)
         return cls(program, specs, recorded, tuple(chosen))
 
     @property
@@ -98,7 +101,7 @@ class ArrayDump:
                     "axes": list(self._axes(one)),
                     "shape": self._shape(one, microbatches),
                     "dtype": self._array(one).dtype,
-                    "source": one.source,
+                    "lines": list(one.lines),
                 }
                 for one in self.chosen
             ],
@@ -238,45 +241,64 @@ def summarize(x: jax.Array, kept: int) -> jax.Array:
     return jnp.stack(statistics, -1)
 
 
-def _recorded(program: ResolvedProgram, inputs: Mapping[str, Tree]) -> dict[str, RecordedArray]:
-    """Return the activations that a model names, in the order of execution."""
+def _recorded(
+    program: ResolvedProgram, inputs: Mapping[str, Tree]
+) -> tuple[dict[str, RecordedArray], RecordedLines]:
+    """Return the activations that a model names, in the order of execution, and their lines."""
 
-    def trace(state: Tree, frozen: Tree | None, batch: Tree) -> jax.Array:
+    def trace(state: Tree, frozen: Tree | None, batch: Tree, microbatch: Tree) -> jax.Array:
         objective = training_objective(program, state, frozen, batch)
-        return objective(state["parameters"], jax.tree.map(lambda x: x[0], batch), 0)[0]
+        return objective(state["parameters"], microbatch, 0)[0]
 
     shapes = jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype),
         {name: inputs.get(name) for name in ("state", "frozen", "batch")},
     )
-    with recording() as recorder:
-        jax.eval_shape(trace, shapes["state"], shapes["frozen"], shapes["batch"])
-    return recorder.described
+    inputs_of_trace = [shapes[name] for name in ("state", "frozen", "batch")]
+    microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes["batch"])
+    with trace_for_target(program.target), recording(marks=True) as recorder:
+        traced = jax.make_jaxpr(trace)(*inputs_of_trace, microbatch)
+    return recorder.described, recorded_lines(traced)
 
 
 def _all_arrays(
-    program: ResolvedProgram, specs: Tree, recorded: Mapping[str, RecordedArray]
+    program: ResolvedProgram,
+    specs: Tree,
+    recorded: Mapping[str, RecordedArray],
+    lines: RecordedLines,
 ) -> list[NamedArray]:
     """Return all arrays in the order of execution."""
-    forward = list(_unstacked(recorded))
-    backward = [replace(one, kind=BACKWARD) for one in reversed(forward)]
+    forward = list(_unstacked(recorded, lines.making))
+    backward = [
+        replace(one, kind=BACKWARD, lines=_lines(one.path, recorded, lines.using))
+        for one in reversed(forward)
+    ]
     return [*forward, *backward, *_parameters(program, specs)]
 
 
-def _unstacked(recorded: Mapping[str, RecordedArray]) -> Iterable[NamedArray]:
+def _lines(
+    path: str, recorded: Mapping[str, RecordedArray], found: Mapping[str, Iterable[str]]
+) -> tuple[str, ...]:
+    """Return the lines that were found for an activation, else the line that names it."""
+    return tuple(found.get(path, ())) or (recorded[path].source,)
+
+
+def _unstacked(
+    recorded: Mapping[str, RecordedArray], making: Mapping[str, Iterable[str]]
+) -> Iterable[NamedArray]:
     """Yield the activations; all of one layer before those of the next."""
     left = dict(recorded)
     while left:
         path, one = next(iter(left.items()))
         if one.layers is None:
             del left[path]
-            yield NamedArray(FORWARD, path, None, one.source)
+            yield NamedArray(FORWARD, path, None, _lines(path, recorded, making))
             continue
         loop = path.partition("/")[0]
         inside = {path: left.pop(path) for path in list(left) if path.startswith(f"{loop}/")}
         for layer in range(one.layers):
-            for path, array in inside.items():
-                yield NamedArray(FORWARD, path, layer, array.source)
+            for path in inside:
+                yield NamedArray(FORWARD, path, layer, _lines(path, recorded, making))
 
 
 def _parameters(program: ResolvedProgram, specs: Tree) -> Iterable[NamedArray]:
@@ -286,12 +308,12 @@ def _parameters(program: ResolvedProgram, specs: Tree) -> Iterable[NamedArray]:
     embedding = [path for path in paths if path.startswith("embedding/")]
     for path in paths:
         if path not in stacked and path not in embedding:
-            yield NamedArray(GRADIENTS, path, None, "")
+            yield NamedArray(GRADIENTS, path, None, ())
     for layer in reversed(range(program.model.layers if stacked else 0)):
         for path in stacked:
-            yield NamedArray(GRADIENTS, path, layer, "")
+            yield NamedArray(GRADIENTS, path, layer, ())
     for path in embedding:
-        yield NamedArray(GRADIENTS, path, None, "")
+        yield NamedArray(GRADIENTS, path, None, ())
 
 
 def _choose(patterns: Sequence[str], arrays: Sequence[NamedArray]) -> list[NamedArray]:

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from lowering.tracing.context import set_context_variable
 from lowering.tracing.source_lines import current_line
 
 Wanted = Callable[[str], bool]
+MARK = "recorded:"  # begins the names of operations that mark an activation
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class RecordedArray:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     dtype: str
-    source: str  # line of the model's code, as in "graphtrain/models/mlp.py:45"
+    source: str  # line that names it, as in "graphtrain/models/mlp.py:45"
     layers: int | None = None  # size of the first dimension, if it is one of layers
 
 
@@ -39,6 +41,8 @@ class Recorder:
 
     is_wanted: Wanted
     slots: Mapping[str, jax.Array]
+    marks: bool = False  # whether activations are marked in the traced program
+    prefix: str = ""  # of the names of a loop's body in the model
     values: dict[str, jax.Array] = field(default_factory=dict)
     described: dict[str, RecordedArray] = field(default_factory=dict)  # in the order of execution
 
@@ -48,7 +52,11 @@ _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 @contextmanager
 def recording(
-    is_wanted: Wanted = lambda name: False, slots: Mapping[str, jax.Array] | None = None
+    is_wanted: Wanted = lambda name: False,
+    slots: Mapping[str, jax.Array] | None = None,
+    *,
+    marks: bool = False,
+    prefix: str = "",
 ) -> Iterator[Recorder]:
     """Collect the named activations of the code traced inside the block.
 
@@ -56,8 +64,11 @@ def recording(
         is_wanted: whether the value of a name is collected.
         slots: zeros in the shape of an activation, by its name, whose cotangents are the gradients
             with respect to the activations.
+        marks: whether activations are marked in the traced program, for `recorded_lines`.
+        prefix: of the names, where they are marked.
     """
-    with set_context_variable(_recorder, Recorder(is_wanted, slots or {})) as recorder:
+    new = Recorder(is_wanted, slots or {}, marks, prefix)
+    with set_context_variable(_recorder, new) as recorder:
         assert recorder is not None
         yield recorder
 
@@ -84,6 +95,8 @@ def record(name: str, x: jax.Array, *axes: str | None) -> jax.Array:
     current.described[name] = RecordedArray(x.shape, axes, str(x.dtype), current_line())
     if current.is_wanted(name):
         current.values[name] = x
+    if current.marks:
+        x = checkpoint_name(x, MARK + current.prefix + name)
     slot = current.slots.get(name)
     return x if slot is None else _with_gradient(x, slot)
 
@@ -131,7 +144,13 @@ def scan_layers(
 
     def recorded(carry: Any, layer: tuple[Any, Any]) -> tuple[Any, Any]:
         layer, layer_slots = layer
-        with recording(lambda path: outer.is_wanted(prefix + path), layer_slots) as inner:
+        inside = recording(
+            lambda path: outer.is_wanted(prefix + path),
+            layer_slots,
+            marks=outer.marks,
+            prefix=outer.prefix + prefix,
+        )
+        with inside as inner:
             carry, result = body(carry, layer)
         described.update(inner.described)
         return carry, (result, inner.values)

@@ -39,7 +39,7 @@ def arrays_of(seed=0):
 def write(directory, *steps, **about):
     """Write a dump with these arrays in each step, from step 1."""
     entries = [
-        ArrayEntry(name, [2, 3, 8], "float32", f"model.py:{line}")
+        ArrayEntry(name, [2, 3, 8], "float32", [f"model.py:{line}"])
         for line, name in enumerate(steps[0], 1)
     ]
     numbers = range(1, len(steps) + 1)
@@ -61,7 +61,7 @@ def test_the_first_difference_is_the_first_in_order_not_the_largest(tmp_path):
     assert first is not None
     assert (first.step, first.name, first.index) == (2, NAMES[1], [1, 2, 3])
     assert first.max_abs == pytest.approx(0.5) and first.after == NAMES[0]
-    assert first.source == "model.py:2"
+    assert first.lines == ("model.py:2",)
     assert [one.name for one in comparison.differences if one.differs] == NAMES[1:3]
 
 
@@ -172,6 +172,6 @@ def test_the_command_reports_the_first_difference_and_its_line(tmp_path):
     outcome = graphtrain("compare", tmp_path / "a", tmp_path / "b")
     assert outcome.status == 5
     assert f"first difference: {NAMES[1]} in step 1, after 1 equal array" in outcome.out
-    assert "made at model.py:2" in outcome.out
+    assert "  made by     model.py:2\n" in outcome.out
     report = json.loads(graphtrain("compare", tmp_path / "a", tmp_path / "b", "--json").out)
     assert report["equal"] is False and report["first"]["name"] == NAMES[1]

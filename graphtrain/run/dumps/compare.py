@@ -33,7 +33,7 @@ class ArrayDifference:
     index: list[int] | None  # of the element with the largest difference
     values: tuple[float, float] | None  # of both dumps, at `index`
     reason: str  # what differs other than finite values; may be empty
-    source: str  # line of the model's code that made it; may be empty
+    lines: tuple[str, ...]  # of the model's code that made it; may be empty
     after: str | None  # the array before it in the order of execution
     differs: bool
 
@@ -112,10 +112,10 @@ def compare_dumps(
         for name in common:
             measured = _measure(name, files, (a, b), of_a[name], of_b[name])
             differs = measured["relative"] > tolerance and not measured["max_abs"] <= absolute
-            source = of_b[name].source or of_a[name].source
+            lines = tuple(of_b[name].lines or of_a[name].lines)
             differences.append(
                 ArrayDifference(
-                    step=step, name=name, source=source, after=before, differs=differs, **measured
+                    step=step, name=name, lines=lines, after=before, differs=differs, **measured
                 )
             )
             before = name

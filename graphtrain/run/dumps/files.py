@@ -28,7 +28,7 @@ class ArrayEntry:
     name: str
     shape: list[int]  # of the complete array, also where only its summary is stored
     dtype: str
-    source: str  # line of the model's code; empty if none is known
+    lines: list[str]  # of the model's code that made it; empty if none is known
 
 
 class StepEntry(TypedDict):

@@ -230,7 +230,7 @@ def _index(
         fact = facts.get(name)
         dtype = array.dtype.name if fact is None else fact["dtype"]
         shape = list(array.shape) if fact is None else fact["shape"]
-        entries.append(ArrayEntry(name, shape, dtype, fact["source"] if fact else ""))
+        entries.append(ArrayEntry(name, shape, dtype, fact["lines"] if fact else []))
     toolchain = Toolchain.current(program.target.platform)
     return DumpIndex(
         target=str(program.target),
