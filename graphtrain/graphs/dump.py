@@ -7,18 +7,24 @@ the gradient of the objective with respect to it, "gradients/layers/3/mlp/up" th
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema import is_imported
 from graphtrain.errors import PlanError
+from graphtrain.graphs.dumped_arrays import (
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    NamedArray,
+    all_arrays,
+    choose,
+)
+from graphtrain.graphs.loss_scale import loss_scale, unscaled
 from graphtrain.graphs.names import KINDS, SUMMARY
 from graphtrain.graphs.objectives import metric_names, training_objective
 from graphtrain.models.attention.ring_order import to_ring_order
@@ -28,26 +34,6 @@ from lowering.tracing.recorded_lines import RecordedLines, recorded_lines
 from lowering.tracing.recording import RecordedArray, recording
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
-
-FORWARD, BACKWARD, GRADIENTS = KINDS
-_MAX_NAMES = 60  # in an error message
-
-
-@dataclass(frozen=True)
-class NamedArray:
-    """One array of a dump: an output of the graph, or the row of one layer in it."""
-
-    kind: str
-    path: str  # of the array that stacks all layers
-    layer: int | None
-    lines: tuple[str, ...]  # of the model's code that made it; empty for a parameter
-
-    @property
-    def name(self) -> str:
-        """Name for users, as in "forward/layers/3/mlp/up"."""
-        loop, _, rest = self.path.partition("/")
-        inner = self.path if self.layer is None else f"{loop}/{self.layer}/{rest}"
-        return f"{self.kind}/{inner}"
 
 
 @dataclass(frozen=True)
@@ -76,8 +62,8 @@ class ArrayDump:
                 f"{program.stages.stages}); use --set program.mesh.stage=1"
             )
         specs, (recorded, lines) = inputs["state"]["parameters"], _recorded(program, inputs)
-        arrays = _all_arrays(program, specs, recorded, lines)
-        chosen = _choose(program.settings.dump.arrays, arrays)
+        arrays = all_arrays(program, specs, recorded, lines)
+        chosen = choose(program.settings.dump.arrays, arrays)
         return cls(program, specs, recorded, tuple(chosen))
 
     @property
@@ -100,7 +86,7 @@ class ArrayDump:
                     "row": None if one.layer is None else rows[output].index(one.layer),
                     "axes": list(self._axes(one)),
                     "shape": self._shape(one, microbatches),
-                    "dtype": self._array(one).dtype,
+                    "dtype": self._dtype(one.kind, one.path),
                     "lines": list(one.lines),
                 }
                 for one in self.chosen
@@ -113,6 +99,7 @@ class ArrayDump:
         Gradients are reduced after each microbatch.
         """
         batch, microbatches = to_ring_order(batch), self.program.batch.microbatches
+        scale = loss_scale(self.program, state)
         parameters = state["parameters"]
         objective = training_objective(self.program, state, frozen, batch)
         wanted = {kind: self._paths(kind) for kind in KINDS}
@@ -131,6 +118,8 @@ class ArrayDump:
                 parameters, slots, microbatch, index
             )
             gradients = constrain_tree(gradients, self.specs, "optimizer")
+            if scale is not None:  # in float32, since without the scale some would round to zero
+                backward = {path: x.astype(jnp.float32) / scale for path, x in backward.items()}
             arrays = {FORWARD: forward, BACKWARD: backward}
             return (gradients, metrics), self._returned(arrays)
 
@@ -150,6 +139,7 @@ class ArrayDump:
             (gradients, metrics), arrays = jax.lax.scan(
                 add, start, (batch, jnp.arange(microbatches))
             )
+        gradients = unscaled(gradients, scale)
         arrays |= self._returned({GRADIENTS: flatten(gradients)})
         return gradients, metrics, unflatten(arrays)
 
@@ -183,17 +173,21 @@ class ArrayDump:
         one = self.recorded[path]
         return constrain(jnp.zeros(one.shape, one.dtype), *one.axes)
 
-    def _array(self, one: NamedArray) -> ArraySpec | RecordedArray:
-        table = flatten(self.specs) if one.kind == GRADIENTS else self.recorded
-        return table[one.path]
+    def _array(self, kind: str, path: str) -> ArraySpec | RecordedArray:
+        return flatten(self.specs)[path] if kind == GRADIENTS else self.recorded[path]
+
+    def _dtype(self, kind: str, path: str) -> str:
+        precision, dtype = self.program.settings.precision, self.program.model.dtype
+        is_unscaled = kind == BACKWARD and precision.scaling(dtype) is not None
+        return "float32" if is_unscaled else self._array(kind, path).dtype
 
     def _axes(self, one: NamedArray) -> tuple[str | None, ...]:
         """Return the array axes of one layer of an array."""
-        return self._array(one).axes[0 if one.layer is None else 1 :]
+        return self._array(one.kind, one.path).axes[0 if one.layer is None else 1 :]
 
     def _shape(self, one: NamedArray, microbatches: int) -> list[int]:
         """Return the shape of one layer of an array, of all microbatches together."""
-        shape = list(self._array(one).shape[0 if one.layer is None else 1 :])
+        shape = list(self._array(one.kind, one.path).shape[0 if one.layer is None else 1 :])
         if one.kind != GRADIENTS and self._axes(one)[:1] == ("batch",):
             shape[0] *= microbatches
         return shape
@@ -201,9 +195,9 @@ class ArrayDump:
     def _spec(self, output: str, layers: list[int]) -> ArraySpec:
         """Return the ArraySpec of an output, named by kind and path."""
         kind, path = output.split("/", 1)
-        spec = flatten(self.specs)[path] if kind == GRADIENTS else self.recorded[path]
+        spec = self._array(kind, path)
         role = "optimizer" if kind == GRADIENTS else "activation"
-        shape, axes, dtype = spec.shape, spec.axes, spec.dtype
+        shape, axes, dtype = spec.shape, spec.axes, self._dtype(kind, path)
         if layers:  # a part of them, which their mesh axes may not divide
             shape, axes = (len(layers), *shape[1:]), (None, *axes[1:])
         if self.program.settings.dump.summary:
@@ -259,86 +253,3 @@ def _recorded(
     with trace_for_target(program.target), recording(marks=True) as recorder:
         traced = jax.make_jaxpr(trace)(*inputs_of_trace, microbatch)
     return recorder.described, recorded_lines(traced)
-
-
-def _all_arrays(
-    program: ResolvedProgram,
-    specs: Tree,
-    recorded: Mapping[str, RecordedArray],
-    lines: RecordedLines,
-) -> list[NamedArray]:
-    """Return all arrays in the order of execution."""
-    forward = list(_unstacked(recorded, lines.making))
-    backward = [
-        replace(one, kind=BACKWARD, lines=_lines(one.path, recorded, lines.using))
-        for one in reversed(forward)
-    ]
-    return [*forward, *backward, *_parameters(program, specs)]
-
-
-def _lines(
-    path: str, recorded: Mapping[str, RecordedArray], found: Mapping[str, Iterable[str]]
-) -> tuple[str, ...]:
-    """Return the lines that were found for an activation, else the line that names it."""
-    return tuple(found.get(path, ())) or (recorded[path].source,)
-
-
-def _unstacked(
-    recorded: Mapping[str, RecordedArray], making: Mapping[str, Iterable[str]]
-) -> Iterable[NamedArray]:
-    """Yield the activations; all of one layer before those of the next."""
-    left = dict(recorded)
-    while left:
-        path, one = next(iter(left.items()))
-        if one.layers is None:
-            del left[path]
-            yield NamedArray(FORWARD, path, None, _lines(path, recorded, making))
-            continue
-        loop = path.partition("/")[0]
-        inside = {path: left.pop(path) for path in list(left) if path.startswith(f"{loop}/")}
-        for layer in range(one.layers):
-            for path in inside:
-                yield NamedArray(FORWARD, path, layer, _lines(path, recorded, making))
-
-
-def _parameters(program: ResolvedProgram, specs: Tree) -> Iterable[NamedArray]:
-    """Yield the gradients of the parameters, those of the last layers first."""
-    paths = list(flatten(specs))
-    stacked = [] if is_imported(program.model) else [p for p in paths if p.startswith("layers/")]
-    embedding = [path for path in paths if path.startswith("embedding/")]
-    for path in paths:
-        if path not in stacked and path not in embedding:
-            yield NamedArray(GRADIENTS, path, None, ())
-    for layer in reversed(range(program.model.layers if stacked else 0)):
-        for path in stacked:
-            yield NamedArray(GRADIENTS, path, layer, ())
-    for path in embedding:
-        yield NamedArray(GRADIENTS, path, None, ())
-
-
-def _choose(patterns: Sequence[str], arrays: Sequence[NamedArray]) -> list[NamedArray]:
-    """Return the arrays whose names match a pattern, in their order.
-
-    Raises:
-        PlanError: a pattern matches none; the message has the names.
-    """
-    for pattern in patterns:
-        if not any(matches(one.name, pattern) for one in arrays):
-            raise PlanError(
-                f"program.dump.arrays: no array matches {pattern!r}; the names are "
-                f"{_named(arrays)} (graphtrain dump --list prints all)"
-            )
-    return [one for one in arrays if any(matches(one.name, pattern) for pattern in patterns)]
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a name, with its kind or, if it names none, without."""
-    inner = name.partition("/")[2]
-    return fnmatchcase(name if pattern.partition("/")[0] in KINDS else inner, pattern)
-
-
-def _named(arrays: Sequence[NamedArray]) -> str:
-    """Return the names for a message, without their kinds, and each layer's array once."""
-    inner = (one.name.partition("/")[2] for one in arrays)
-    names = dict.fromkeys(re.sub(r"/\d+/", "/*/", name) for name in inner)
-    return ", ".join(list(names)[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")

@@ -29,7 +29,7 @@ class RecordedLines:
 
 @dataclass
 class _Value:
-    """How a value was computed since the last named ones."""
+    """Origin of a value: named activations, and the lines since them."""
 
     names: dict[str, None] = field(default_factory=dict)  # of the activations that it is made from
     lines: Lines = field(default_factory=dict)

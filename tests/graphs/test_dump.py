@@ -86,6 +86,15 @@ def test_a_summary_has_the_statistics_of_the_whole_arrays():
         np.testing.assert_allclose(summary, expected, rtol=2e-5, atol=1e-8, err_msg=name)
 
 
+def test_gradients_are_without_the_loss_scale():
+    half = dataclasses.replace(LLAMA, dtype="float16")
+    some = Dump(arrays=("backward/layers/1/mlp/output", "gradients/layers/1/mlp/down"))
+    scaled, plain = dumped(program(model=half, dump=some)), dumped(PLAIN)
+    for name, array in scaled.items():
+        assert array.dtype == np.float32
+        assert compare_arrays(plain[name], array)["relative"] < 5e-3, name
+
+
 @pytest.mark.parametrize(
     ("arrays", "names"),
     [
