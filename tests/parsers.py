@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import chdir
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -327,7 +327,7 @@ def _seal_manifest(directory: Path) -> None:
 def _read_checkpoint(directory: Path) -> None:
     with chdir(directory):
         loaded = load_config(Path("a.toml"))
-        resumption = Resumption(Path("run"), identity_of(loaded))
+        resumption = Resumption(Path("run"), partial(identity_of, loaded))
         resumption.changes(), resumption.info
     checkpoints = directory / "run" / "checkpoints"
     verify_files(checkpoints / "4")

@@ -161,11 +161,11 @@ def _requests(config: Path, target: str | None, overrides: Sequence[str]) -> dic
 
         extracted = extracted_graphs.extracted_graphs(graphs.read_extraction(config), target)
         return {one.name: extracted_graphs.request_key(one) for one in extracted.values()}
-    from graphtrain.compile.request_keys import request_keys
+    from graphtrain.compile.tasks import training_requests
     from graphtrain.config import load_config
     from graphtrain.config.resolve import resolve
 
-    return request_keys(resolve(load_config(config, overrides, target=target).program))
+    return training_requests(resolve(load_config(config, overrides, target=target).program))
 
 
 @command.command("gc")

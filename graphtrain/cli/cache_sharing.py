@@ -98,12 +98,12 @@ def _requests(
     """Return the request digests that configurations need; None means every program."""
     if not configs:
         return None
-    from graphtrain.compile.request_keys import request_keys
+    from graphtrain.compile.tasks import training_requests
     from graphtrain.config import load_config
     from graphtrain.config.resolve import resolve
 
     programs = [resolve(load_config(path, overrides, target).program) for path in configs]
-    return [key.digest for program in programs for key in request_keys(program).values()]
+    return [key.digest for program in programs for key in training_requests(program).values()]
 
 
 def _print(verb: str, store: str, result: TransferResult) -> None:

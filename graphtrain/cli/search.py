@@ -25,7 +25,7 @@ from graphtrain.cli.plan_show import DOES_NOT_FIT, console
 from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
-    from graphtrain.config import Program
+    from graphtrain.config import Config, Program
     from graphtrain.planning.candidates import Candidate
     from graphtrain.planning.search import SearchResult
 
@@ -84,13 +84,16 @@ def command(
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
     from graphtrain.config import render
+    from graphtrain.config.resolve import without_phases
     from graphtrain.planning.ranking import as_json as in_json
     from graphtrain.planning.search import search
     from graphtrain.planning.verify import COMPILATIONS_PER_STRATEGY, compile_best
 
     if output is not None:  # before the work; whether the content is the same is known only after
         check_output(output, render(loaded).partition("\n")[0])
-    result = search(loaded.program, keep=max(top, COMPILATIONS_PER_STRATEGY * verify))
+    result = search(
+        without_phases(loaded.program), keep=max(top, COMPILATIONS_PER_STRATEGY * verify)
+    )
     with progress() as observe:
         compiled = compile_best(result.ranked, Cache(cache), verify, jobs=jobs, observe=observe)
     fitting = [candidate for candidate in compiled if candidate.memory.fits]
@@ -102,9 +105,20 @@ def command(
     if not ranked or not ranked[0].memory.fits:
         sys.exit(DOES_NOT_FIT)
     if output is not None:
-        winner = replace(loaded, program=ranked[0].program.settings)
-        write_file(output, render(winner))
+        write_file(output, render(_with_strategy(loaded, ranked[0].program.settings)))
         say(f"wrote {output}")
+
+
+def _with_strategy(config: "Config", best: "Program") -> "Config":
+    """Return a configuration with the best strategy, and with its own phases."""
+    from graphtrain.errors import PlanError
+
+    try:
+        return replace(config, program=replace(best, phase=config.program.phase))
+    except ValueError as error:
+        raise PlanError(
+            f"the best strategy does not suit the phases of this configuration: {error}"
+        ) from None
 
 
 def _print(program: "Program", result: "SearchResult", ranked: "Sequence[Candidate]") -> None:

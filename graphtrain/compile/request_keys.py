@@ -49,6 +49,7 @@ def request_keys(
     target, settings = program.target, dataclasses.asdict(program.settings)
     # The key contains what these settings refer to, not their names.
     del settings["target"], settings["rules"], settings["mesh"]
+    del settings["phase"]  # each phase is a program of its own
     of_graphs = {name: settings.pop(name) for name in ("serve", DUMP)}
     settings["model"] = open_language_model(program.model).key_ingredients()
     settings |= _user_code(program, settings)

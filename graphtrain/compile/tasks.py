@@ -1,6 +1,6 @@
 """Compilation tasks, their limits and their outcomes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os import uname
 from typing import Any, Literal
@@ -8,6 +8,7 @@ from typing import Any, Literal
 from graphtrain.cache.key import CacheKey
 from graphtrain.compile.html import html_table
 from graphtrain.compile.request_keys import request_keys
+from graphtrain.config.phases import training_phases
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Run
 from graphtrain.errors import GraphtrainError
@@ -104,17 +105,35 @@ class CompilationFailed(GraphtrainError):
 
 
 def run_tasks(programs: Mapping[str, ResolvedProgram], runs: Mapping[str, Run]) -> list[Task]:
-    """Return the tasks of the graphs that runs need, also those of run.samples and run.tasks.
+    """Return the tasks of the graphs that runs need: of all phases, run.samples and run.tasks.
 
     Args:
         programs: Programs by name.
         runs: Settings of the runs, by the same names.
     """
-    tasks = tasks_of(programs)
+    tasks = []
     for name, program in programs.items():
+        parts = [] if len(programs) == 1 else [name]
+        tasks += _of_phases(name, program, parts)
         if (purpose := purpose_while_training(runs[name])) is not None:
-            tasks += _tasks(name, program, purpose, is_only=len(programs) == 1)
+            tasks += _tasks(name, program, purpose, parts)
     return tasks
+
+
+def training_requests(program: ResolvedProgram) -> dict[str, CacheKey]:
+    """Return the request keys of the graphs of all phases of a run, by label."""
+    return {task.label: task.request for task in _of_phases("", program, [])}
+
+
+def _of_phases(name: str, program: ResolvedProgram, parts: Sequence[str]) -> list[Task]:
+    """Return the tasks of all phases of a run; its first phase computes the initial state."""
+    tasks: dict[str, Task] = {}
+    for phase in training_phases(program):
+        labels = [*parts, phase.label] if phase.label else parts
+        for task in _tasks(name, phase.program, "train", labels):
+            if task.graph != "init" or not phase.start:
+                tasks.setdefault(task.request.digest, task)  # two phases may have one program
+    return list(tasks.values())
 
 
 def tasks_of(programs: Mapping[str, ResolvedProgram], purpose: Purpose = "train") -> list[Task]:
@@ -123,13 +142,19 @@ def tasks_of(programs: Mapping[str, ResolvedProgram], purpose: Purpose = "train"
     The name of a single program is left out of labels.
     """
     is_only = len(programs) == 1
-    found = (_tasks(name, program, purpose, is_only=is_only) for name, program in programs.items())
-    return [task for tasks in found for task in tasks]
+    return [
+        task
+        for name, program in programs.items()
+        for task in _tasks(name, program, purpose, [] if is_only else [name])
+    ]
 
 
-def _tasks(name: str, program: ResolvedProgram, purpose: Purpose, *, is_only: bool) -> list[Task]:
+def _tasks(
+    name: str, program: ResolvedProgram, purpose: Purpose, parts: Sequence[str]
+) -> list[Task]:
+    """Return the tasks of a program, with labels that begin with some parts."""
     needed, graphs = graphs_for(program, purpose)
     return [
-        Task(graph if is_only else f"{name} {graph}", needed, graph, request, name)
+        Task(" ".join([*parts, graph]), needed, graph, request, name)
         for graph, request in request_keys(needed, graphs).items()
     ]

@@ -14,6 +14,7 @@ from typing import Any
 
 from graphtrain.config.hf_config import config_path
 from graphtrain.config.lines import KeyPath
+from graphtrain.config.phases import schedule, settings_of_step
 from graphtrain.config.schema import Config, FlaxModel, Program, TorchModel, is_imported
 from graphtrain.config.user_code import UserCode
 from graphtrain.files import content_digest
@@ -26,6 +27,7 @@ MATHEMATICS = frozenset(
         "program.precision",
         "program.loss",
         "program.adapter",
+        "program.phase",
         "run.data.train",
         "run.data.arguments",
         "run.data.packing",
@@ -85,15 +87,20 @@ def classes_of(path: KeyPath) -> set[str]:
     return set()
 
 
-def mathematics(config: Config) -> dict[str, Any]:
+def mathematics(config: Config, step: int = 0) -> dict[str, Any]:
     """Return the values of the settings that determine what a run computes, as JSON, by name.
+
+    With phases, [program.batch] and [program.model] are those of the phase of a step.
 
     A setting that is in no class counts: forgetting to classify it is then never silent. A path of
     a model is replaced by the digest of its file. Datasets are left to their descriptions.
     """
     values: dict[str, Any] = {}
-    _collect((), config, values)
+    _collect(("program",), settings_of_step(config.program, step), values)
+    _collect(("run",), config.run, values)
     del values["run.data.train"]
+    if phases := schedule(config.program):
+        values["program.phase"] = phases
     model = config.program.model
     if isinstance(model, TorchModel):
         if model.hf:

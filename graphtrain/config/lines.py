@@ -22,7 +22,8 @@ def line_numbers(text: str) -> dict[KeyPath, int]:
     """Return the line of every table header and key of a document that tomllib accepts.
 
     A table without a header of its own has no entry, nor have keys inside arrays: errors name the
-    array. A repeated [[header]] has the line of its first occurrence.
+    array. A repeated [[header]] has the line of its first occurrence, and each occurrence with its
+    keys has an entry of its own, with its number from 0: ("program", "phase", "1", "until").
     """
     return _Scanner(text.replace("\r\n", "\n")).scan()
 
@@ -34,6 +35,8 @@ class _Scanner:
         self.tokens: list[tuple[str, str, int]] = []  # kind, token, line
         self.position = 0
         self.found: dict[KeyPath, int] = {}
+        self.repeated: dict[KeyPath, int] = {}  # last number of each array of tables
+        self.headers: dict[KeyPath, KeyPath] = {}  # of a numbered table, without its number
         line = 1
         for match in _TOKEN.finditer(text):
             if match.lastgroup != "space":
@@ -49,12 +52,23 @@ class _Scanner:
                 self.position += 1
             elif token == "[":
                 self.position += 1
+                is_repeated = self.tokens[self.position][1] == "["
                 table = self.key()
                 self.found.setdefault(table, line)
+                if is_repeated:
+                    table = self.occurrence(table)
+                    self.found[table] = line
                 self.skip_to("\n")
             else:
                 self.assignment(table)
         return self.found
+
+    def occurrence(self, table: KeyPath) -> KeyPath:
+        """Return the path of the next table of an array of tables."""
+        number = self.repeated[table] = self.repeated.get(table, -1) + 1
+        numbered = (*table, str(number))
+        self.headers[numbered] = table
+        return numbered
 
     def key(self) -> KeyPath:
         """Read a dotted key, and skip the equals sign or closing bracket that ends it."""
@@ -76,6 +90,8 @@ class _Scanner:
         key = self.key()
         if table is not None:
             self.found.setdefault(table + key, line)
+            if (header := self.headers.get(table)) is not None:
+                self.found.setdefault(header + key, line)
         self.value(None if table is None else table + key)
 
     def value(self, path: KeyPath | None) -> None:

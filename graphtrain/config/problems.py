@@ -84,7 +84,8 @@ def explain(
         if path in known_settings() and not _is_table_created_by_flag(source, path):
             yield _wrong_value(source, path, _look_up(document, path), _choices_of_branch(error))
     for path, error in by_type.get("value_error", {}).items():
-        yield _failed_check(source, path, str(error.get("ctx", {}).get("error", error["msg"])))
+        cause = error.get("ctx", {}).get("error", error["msg"])
+        yield _failed_check(source, path, str(cause), getattr(cause, "within", ()))
     for path in by_type.get("missing", {}):
         if path not in suggested:  # already suggested for an unknown setting
             yield _missing(source, path)
@@ -242,9 +243,16 @@ def _wrong_value(source: ConfigSource, path: KeyPath, value: Any, accepted: str)
     return f"{location} = {value_text}: {requirement}"
 
 
-def _failed_check(source: ConfigSource, table: KeyPath, message: str) -> str:
-    """Describe a failed check of several settings, at the last flag or first line that set one."""
-    settings = mentioned_settings(message, table)
+def _failed_check(source: ConfigSource, table: KeyPath, message: str, within: KeyPath = ()) -> str:
+    """Describe a failed check of several settings, at the last flag or first line that set one.
+
+    Args:
+        source: The configuration.
+        table: Table of the settings.
+        message: What is wrong.
+        within: Table in it, of an array of tables, that is the place of the mistake.
+    """
+    settings = [(*table, *within)] if within else mentioned_settings(message, table)
     settings.sort(key=lambda path: source.lines.get(path, 0))
     name = f"{dotted(table)}: " if table else ""
     return f"{locate(source, settings, table)}: {name}{message}"

@@ -31,6 +31,9 @@ def _page() -> Iterator[str]:
             yield from _table("[program.model]", definitions["Model"])
             yield from _table("[program.model] with torch or hf", definitions["TorchModel"])
             yield from _table("[program.model] with flax", definitions["FlaxModel"])
+        elif path == ("program",):
+            yield from _table("[program]", node)
+            yield from _table("[[program.phase]]", definitions["Phase"])
         elif path == ("run", "data"):
             yield from _table("[run.data]", definitions["Data"])
             yield from _table("[[run.data.train]] of a blend", definitions["BlendPart"])

@@ -9,6 +9,7 @@ from graphtrain.config.schema import (
     Loss,
     Model,
     Optimizer,
+    Phase,
     PipelineSettings,
     Program,
     check_pipeline,
@@ -25,6 +26,8 @@ from sharding_rules.rules import Rules
 class ResolvedProgram:
     """A program and what the names in its settings stand for.
 
+    Its settings are those after the last phase; `phases.training_phases` returns the others.
+
     A command makes it once and hands it down, also to worker processes. A rule file that is edited
     meanwhile therefore changes nothing: the rules of a graph are those that its key digests.
     """
@@ -34,6 +37,12 @@ class ResolvedProgram:
     mesh: MeshShape  # with the size of the axis "rest"
     rules: Rules
     stages: Stages | None  # None without a pipeline
+    phases: tuple[Phase, ...] = ()  # of a run, before the part with these settings
+
+    @property
+    def run_settings(self) -> Program:
+        """The settings of the entire run, with its phases."""
+        return replace(self.settings, phase=self.phases) if self.phases else self.settings
 
     @property
     def model(self) -> Model:
@@ -89,7 +98,14 @@ def resolve(
     target = Target.parse(program.target)
     mesh = MeshShape.resolve(asdict(program.mesh), target.devices)
     rules = load_rules(program.rules)
-    return ResolvedProgram(program, target, mesh, rules, _stages(program, mesh, rules))
+    settings = without_phases(program)
+    stages = _stages(settings, mesh, rules)
+    return ResolvedProgram(settings, target, mesh, rules, stages, program.phases)
+
+
+def without_phases(program: Program) -> Program:
+    """Return the settings of the last part of a run."""
+    return replace(program, phase=None) if program.phase is not None else program
 
 
 def _stages(program: Program, mesh: MeshShape, rules: Rules) -> Stages | None:

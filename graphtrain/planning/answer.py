@@ -17,6 +17,7 @@ from graphtrain.planning.assess import assess
 from graphtrain.planning.collective_origins import CollectiveOrigin, explain_collectives
 from graphtrain.planning.ledger import ErrorBar
 from graphtrain.planning.parameters import ParameterCount, count_parameters
+from graphtrain.planning.phases import PhasePlan, assess_phases
 from graphtrain.planning.remedies import Remedy, WithOverrides, find_remedies
 from graphtrain.planning.tables import printed_text
 
@@ -36,6 +37,7 @@ class Answer:
     error_bars: Mapping[str, ErrorBar]  # by quantity, from earlier runs on this target
     remedies: Sequence[Remedy] = ()  # changes that would fit; empty if the program fits
     causes: Sequence[CollectiveOrigin] = ()  # one for each compiled collective, in order
+    phases: Sequence[PhasePlan] = ()  # of the entire run, if it has several
 
     @property
     def parameters(self) -> ParameterCount:
@@ -43,8 +45,9 @@ class Answer:
 
     @property
     def fits(self) -> bool:
-        """Return whether the training step fits in the memory of a device."""
-        return self.assessment.memory.fits
+        """Return whether the training step, in every phase, fits in the memory of a device."""
+        phases = (one.assessment.memory.fits for one in self.phases)
+        return self.assessment.memory.fits and all(phases)
 
     @property
     def peak_bytes(self) -> int:
@@ -77,6 +80,11 @@ class Answer:
             remedies=self.remedies,
             causes=self.causes,
         )
+        if self.phases:
+            from graphtrain.planning.phases import phases_table
+
+            console.print()
+            console.print(phases_table(self.phases))
 
     def _repr_html_(self) -> str:
         from graphtrain.planning.text import assessment_as_html
@@ -108,12 +116,13 @@ def answer(
     assessment = assess(program, cache, observe, compile=compile)
     bars = ledger.error_bars(ledger.read(ledger.ledger_path(cache.root)), assessment.target)
     causes = _causes(program, assessment, cache)
+    phases = assess_phases(program, assessment, cache, observe, compile=compile)
     if assessment.memory.fits:
-        return Answer(program, assessment, bars, causes=causes)
+        return Answer(program, assessment, bars, causes=causes, phases=phases)
     remedies = find_remedies(
         assessment, program, vary, cache, confirm=confirm and compile, observe=observe
     )
-    return Answer(program, assessment, bars, remedies, causes)
+    return Answer(program, assessment, bars, remedies, causes, phases)
 
 
 def _causes(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphtrain.planning.collective_origins import significant
 from graphtrain.planning.memory_parts import PARTS, memory_sources
+from graphtrain.planning.phases import phase_as_json
 from graphtrain.planning.tables import plan_as_json
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
         "error_bars": bars,
         "remedies": remedies,
     }
+    if answer.phases:
+        result["phases"] = [phase_as_json(one) for one in answer.phases]
     large = {id(cause) for cause in significant(answer.causes)}
     for row, cause in zip(result["collectives"], answer.causes, strict=False):
         row |= {"why": cause.explanation, "rule": cause.rule, "explained": cause.explained}

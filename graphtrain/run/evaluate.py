@@ -16,6 +16,7 @@ from graphtrain.checkpoints.layer_order import layer_order_of
 from graphtrain.checkpoints.pruned import read_checkpoint
 from graphtrain.checkpoints.steps import missing_checkpoint, saved_steps
 from graphtrain.compile.html import html_facts
+from graphtrain.config.phases import program_of_step
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config, Data, Program, Run
 from graphtrain.data.batches.blend import blend_counts
@@ -182,6 +183,7 @@ def checkpoint_loss(
         not steps or (step is not None and step not in steps)
     ):
         raise missing_checkpoint(directory, steps)
+    program = program_of_step(program, (steps[-1] if steps else 0) if step is None else step)
     evaluate = LoadedPrograms(program, cache, ["evaluate"], compile_hint)["evaluate"]
     with lowering.backend(program.target).forbid_tracing():
         described = evaluate.inputs("parameters")

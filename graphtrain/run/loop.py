@@ -26,13 +26,24 @@ from graphtrain.run.data_check import DataCheck
 from graphtrain.run.events import RunSummary
 from graphtrain.run.learning_rate import learning_rate
 from graphtrain.run.metrics import Record, good_steps, read_journal
+from graphtrain.run.phases import PhaseSequence
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.signals import StopRequest
-from graphtrain.run.stalls import COMPUTING, DATA, EVALUATING, SAMPLING, SAVING, SCORING
+from graphtrain.run.stalls import (
+    COMPUTING,
+    DATA,
+    EVALUATING,
+    LOADING,
+    SAMPLING,
+    SAVING,
+    SCORING,
+)
+from graphtrain.run.step_collectives import first_collective, largest_collective
 from graphtrain.run.validation_history import ValidationHistory
 from graphtrain.run.watchdog import Watchdog
 from lowering.machine.memory_pages import use_huge_pages
 from lowering.trees import Tree
+from lowering.xla import distributed
 
 if TYPE_CHECKING:
     from graphtrain.run.training_samples import TrainingSamples
@@ -94,18 +105,15 @@ def _if_finite(value: float | None) -> float | None:
 class TrainingLoop:
     """Training loop without its state; reads the metrics of a step while the next one computes."""
 
-    program: ResolvedProgram
     run: Run
-    programs: LoadedPrograms
+    phases: PhaseSequence
     frozen: tuple[Tree, ...]  # one tree of weights without gradients, or empty
-    loader: Any
-    placement: BatchPlacement
     checkpoints: Checkpoints
     open_journal: Callable[[], tuple[Report, JournalPosition]]
     notify: Notify  # of callbacks
     start: int
     data_check: DataCheck
-    records: dict[str, Any]  # kept in every checkpoint: what the run is, and permitted changes
+    changes: list[dict[str, Any]]  # permitted changes, which every checkpoint records
     stop: StopRequest
     watchdog: Watchdog
     history: ValidationHistory
@@ -121,11 +129,38 @@ class TrainingLoop:
     _flops: dict[str, float] = field(init=False)  # useful FLOPs per token, by metric name
 
     def __post_init__(self) -> None:
+        self._prepare_phase()
+
+    @property
+    def program(self) -> ResolvedProgram:
+        return self.phases.current.phase.program
+
+    @property
+    def programs(self) -> LoadedPrograms:
+        return self.phases.current.programs
+
+    @property
+    def loader(self) -> Any:
+        return self.phases.loader
+
+    def _prepare_phase(self) -> None:
+        """Derive what depends on the program of the current phase."""
+        record = self.programs["train"].record
+        self.watchdog.largest_collective = largest_collective(record)
+        self.watchdog.first_collective = first_collective(record, distributed.count())
         program = self.program.settings
         if sizes_unknown(program):
-            self._flops = self.programs["train"].record.get("flops_per_token", {})
+            self._flops = record.get("flops_per_token", {})
         else:
             self._flops = useful_flops_per_token(with_native_model(program))
+
+    def _begin_next_phase(self, index: int) -> None:
+        """Go on with the program and the batches of the next phase; the state stays as it is."""
+        self._finish_pending_step()
+        self.watchdog.move(LOADING, index + 1)
+        self.phases.advance()
+        self._prepare_phase()
+        self._last_finished_at = time.perf_counter()  # do not count loading as step time
 
     def run_steps(
         self, state: Tree, *, evaluate_first: bool = False, score_first: bool = False
@@ -139,7 +174,6 @@ class TrainingLoop:
             score_first: the same of the evaluation of tasks.
         """
         run, target, stop, watchdog = self.run, self.program.target, self.stop, self.watchdog
-        step = self.programs["train"]
         validation, completed_steps, opened = None, self.start, False
         if stop.should_stop():  # while the run was loading; there is nothing new to save
             return self._summary(completed_steps, None)
@@ -155,11 +189,15 @@ class TrainingLoop:
             # In the first evaluation. A signal that comes later is seen where the step is saved.
             if index == self.start and (stop.signal is not None or self._has_stalled()):
                 break
+            if self.phases.is_over(index):
+                self._begin_next_phase(index)
             rate = learning_rate(run.learning_rate, run.steps, index)
             watchdog.move(DATA, index + 1)
             batch, waited = self._next_batch()
             watchdog.move(COMPUTING, index + 1)
-            outputs = step(state, *self.frozen, self.placement.to_devices(batch), np.float32(rate))
+            arrays = self.phases.placement.to_devices(batch)
+            step = self.programs["train"]
+            outputs = step(state, *self.frozen, arrays, np.float32(rate))
             state, completed_steps = outputs["state"], index + 1
             if not opened:
                 self._write, self._journal_position = self.open_journal()  # while it computes
@@ -222,7 +260,8 @@ class TrainingLoop:
             self.loader.state(),
             validation_loss=validation_loss,
             journal=self._journal_position(),
-            **self.records,
+            identity=self.phases.current.identity,
+            changes=self.changes,
         )
         self._report_checkpoint()
         self._saving = completed_steps

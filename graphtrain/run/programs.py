@@ -72,6 +72,15 @@ class LoadedPrograms:
             self._loaded[name] = self._load(name, artifact)
         return self._loaded[name]
 
+    def load_all(self) -> None:
+        """Load every graph.
+
+        Raises:
+            LoweringError: a graph was compiled for another processor.
+        """
+        for name in self.keys:
+            self[name]
+
     def _load(self, name: str, artifact: Artifact) -> Any:
         try:
             return lowering.backend(self._target).load(artifact, self._target)

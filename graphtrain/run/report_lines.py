@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from graphtrain.data.indexed.description import read_description
 
 if TYPE_CHECKING:
-    from graphtrain.config.schema import Config
+    from graphtrain.config.schema import Config, Program
     from graphtrain.run.events import Metrics, RunStart
 
 
@@ -18,21 +18,39 @@ _SCORES = 6  # on tasks that one line names
 def opening_lines(start: RunStart) -> list[str]:
     """Describe a run at its beginning: model, batch, data, machine, directory."""
     program, run = start.config.program, start.config.run
-    batch = program.batch
     remaining = f"steps {start.step + 1} to {run.steps}"
     origin = f"resumes from step {start.step}" if start.step else "a new run"
     return [
         f"model: {start.parameters}",
-        f"batch: {batch.tokens:,} tokens a step ({batch.global_batch_size} x {batch.seq_len})",
+        f"batch: {'; '.join(_describe_batches(program))}",
         f"data: {_describe_data(start.config)}",
         f"machine: {program.target}",
         f"directory: {start.directory}, {origin}, {remaining}",
     ]
 
 
+def _describe_batches(program: Program) -> list[str]:
+    """Describe the batch of every phase of a run."""
+    ends = [f" up to step {phase.until}" for phase in program.phases]
+    batches = [program.in_phase(phase).batch for phase in program.phases]
+    return [
+        f"{batch.tokens:,} tokens a step ({batch.global_batch_size} x {batch.seq_len}){end}"
+        for batch, end in zip([*batches, program.batch], [*ends, ""], strict=True)
+    ]
+
+
+def _tokens(config: Config) -> int:
+    """Return the tokens of all steps of a run."""
+    program, tokens, before = config.program, 0, 0
+    for phase in program.phases:
+        tokens += (phase.until - before) * program.in_phase(phase).batch.tokens
+        before = phase.until
+    return tokens + (config.run.steps - before) * program.batch.tokens
+
+
 def _describe_data(config: Config) -> str:
     """Name the training data, with its tokens and the epochs of the run where they are known."""
-    train, batch = config.run.data.train, config.program.batch
+    train = config.run.data.train
     if not isinstance(train, str):
         return f"a blend of {', '.join(part.dataset for part in train)}"
     description = read_description(train)
@@ -41,7 +59,7 @@ def _describe_data(config: Config) -> str:
     text = f"{train}, {description.tokens:,} tokens"
     if config.run.data.packing not in (None, "concat") or description.conversations is not None:
         return text  # how many tokens fill a step depends on the documents
-    epochs = config.run.steps * batch.tokens / max(1, description.tokens)
+    epochs = _tokens(config) / max(1, description.tokens)
     return f"{text}; {config.run.steps} steps are {epochs:.2f} epochs"
 
 

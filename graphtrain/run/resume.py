@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,10 @@ class UnknownChange(TrainingError):
     """A change that is allowed is of nothing that a checkpoint records."""
 
 
-def identity_of(config: Config) -> dict[str, Any]:
+def identity_of(config: Config, step: int = 0) -> dict[str, Any]:
     """Return what a run computes, as JSON: settings by name, digests of its data and tokenizers.
+
+    With phases, settings of the batch and the model are those of the phase of a step.
 
     Raises:
         DataError: a dataset is absent, or its description is damaged.
@@ -45,7 +47,7 @@ def identity_of(config: Config) -> dict[str, Any]:
     prefixes = config.run.data.train_datasets
     parts = [{}] if is_single else [{"weight": p.weight, "epochs": p.epochs} for p in train]
     return {
-        **mathematics(config),
+        **mathematics(config, step),
         "run.data.train": [
             _dataset_identity(config.run.data, prefix) | part
             for prefix, part in zip(prefixes, parts, strict=True)
@@ -81,13 +83,13 @@ class Resumption:
 
     Args:
         directory: Directory of the run.
-        identity: What the run computes now.
+        identity: Returns what the run computes now, in the phase of a step.
         allowed: Names whose values may differ from those of the checkpoint.
         fresh: Whether to start at step 0 in any case.
     """
 
     directory: Path
-    identity: Mapping[str, Any]
+    identity: Callable[[int], Mapping[str, Any]]
     allowed: Sequence[str] = ()
     fresh: bool = False
     steps: list[int] = field(init=False)  # candidates, oldest first
@@ -143,7 +145,7 @@ class Resumption:
         info = self.info
         return info.changes + [
             {"step": self.start, "name": name, "from": saved, "to": value}
-            for name, (saved, value) in _changed(info.identity, self.identity).items()
+            for name, (saved, value) in _changed(info.identity, self.identity(self.start)).items()
         ]
 
     def _find_newest(self) -> None:
@@ -156,7 +158,7 @@ class Resumption:
             except DamagedCheckpoint as damaged:
                 self._skip(damaged)
                 continue
-            check_identity(path, info, self.identity, self.allowed)
+            check_identity(path, info, self.identity(self.start), self.allowed)
             return
 
     def _skip(self, damaged: DamagedCheckpoint) -> None:
@@ -211,9 +213,18 @@ def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, 
 
 
 def data_changed(changes: Sequence[Mapping[str, Any]], start: int) -> bool:
-    """Return whether a change permitted at step `start` makes the order of the data another one."""
-    names = ("run.data.", "tokenizer", "run.seed", "program.batch.")
+    """Return whether a change permitted at step `start` makes the order of the data another one.
+
+    Another batch size or sequence length does not: the data continues where it stopped.
+    """
+    names = ("run.data.", "tokenizer", "run.seed")
     return any(change["step"] == start and change["name"].startswith(names) for change in changes)
+
+
+def batch_changed(changes: Sequence[Mapping[str, Any]], start: int) -> bool:
+    """Return whether a change permitted at step `start` is of batch size or sequence length."""
+    names = ("program.batch.global_batch_size", "program.batch.seq_len")
+    return any(change["step"] == start and change["name"] in names for change in changes)
 
 
 def schedule_note(run: Run, saved_identity: Mapping[str, Any], start: int) -> str | None:

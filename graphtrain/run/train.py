@@ -18,9 +18,10 @@ from graphtrain.checkpoints.checkpoint import Checkpoints, RestoredState, check_
 from graphtrain.checkpoints.layer_order import layer_order_of
 from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.config import render
+from graphtrain.config.phases import TrainingPhase
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.run_record import write_run_config
-from graphtrain.config.schema import Config, Program, Run
+from graphtrain.config.schema import Config, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown
 from graphtrain.graphs.names import purpose_while_training
 from graphtrain.models.lora.trainable import has_frozen_weights
@@ -44,10 +45,16 @@ from graphtrain.run.loop import (
     run_validation_batches,
 )
 from graphtrain.run.metrics import Journal, Record, has_scores, read_journal
+from graphtrain.run.phases import PhasePrograms, PhaseSequence, index_of_phase, remaining_phases
 from graphtrain.run.programs import LoadedPrograms
-from graphtrain.run.resume import Resumption, data_changed, identity_of, schedule_note
+from graphtrain.run.resume import (
+    Resumption,
+    batch_changed,
+    data_changed,
+    identity_of,
+    schedule_note,
+)
 from graphtrain.run.signals import StopRequest, stop_requests
-from graphtrain.run.step_collectives import first_collective, largest_collective
 from graphtrain.run.training_data import training_loader
 from graphtrain.run.validation_history import recorded_history
 from graphtrain.run.watchdog import watched
@@ -105,8 +112,9 @@ def train(
         on_all_ranks(
             lambda: stack.enter_context(locked_run_directory(directory)) if is_rank_zero else None
         )
-        config = Config(program=program.settings, run=run)
-        identity = on_all_ranks(lambda: identity_of(config))
+        config = Config(program=program.run_settings, run=run)
+        identity = partial(identity_of, config)
+        on_all_ranks(identity)  # which reads descriptions of datasets
         resumption = Resumption(directory, identity, allowed_changes, fresh=fresh)
         saved = bool(resumption.steps)
         history = recorded_history(directory, resumption.start)
@@ -124,7 +132,11 @@ def train(
         )
         samples = _open_samples(config, engine)
         tasks = on_all_ranks(lambda: _open_tasks(config, engine, stack))
-        programs, prefault = _load_programs(program, cache, names, compile_hint, stack)
+        # Damaged checkpoints may let the run resume from an earlier one.
+        parts = remaining_phases(program, run.steps, resumption.steps[0] if saved else 0)
+        first = index_of_phase(parts, resumption.start)
+        loaded, prefault = _load_programs(parts, first, cache, names, compile_hint, stack)
+        programs = loaded[first]
         stop = stack.enter_context(stop_requests())
         if stop.should_stop():  # while the programs were loaded
             return _stopped_while_loading(stop, directory, resumption.start)
@@ -142,8 +154,14 @@ def train(
             return _stopped_while_loading(stop, directory, resumption.start)
         start, changes = resumption.start, resumption.changes()
         data_check = on_all_ranks(lambda: DataCheck(run.data))  # while the devices compute init
-        placement = BatchPlacement(programs["train"].inputs("batch"), program.target)
-        loader = _open_data(run, program.settings, placement, stack)
+        identities = [identity(part.start + 1) for part in parts]
+        phases = PhaseSequence(
+            [PhasePrograms(*each) for each in zip(parts, loaded, identities, strict=True)],
+            index_of_phase(parts, start),
+            partial(_open_data, run),
+        )
+        stack.callback(phases.close)
+        phases.open()
         if not saved and initial_weights is not None:
             described = programs["train"].inputs("state")
             state = load_initial_weights(initial_weights, described, state)
@@ -152,11 +170,9 @@ def train(
         if initial_weights is not None and has_frozen_weights(program.settings):
             frozen = (initial_weights.frozen(step.inputs("frozen")),)
         if restored is not None:
-            _restore_position(loader, restored, other_data=data_changed(changes, start))
+            _restore_position(phases.loader, restored, changes, start)
         if is_rank_zero:
-            stack.callback(
-                _record_measurements, program, run, cache, programs, start, baseline_bytes
-            )
+            stack.callback(_record_measurements, run, cache, phases, start, baseline_bytes)
             stack.enter_context(data_check)
         new_run_weights = None if saved else initial_weights
         open_journal = (
@@ -174,18 +190,15 @@ def train(
             else _discard_journal
         )
         loop = TrainingLoop(
-            program,
             run,
-            programs,
+            phases,
             frozen,
-            loader,
-            placement,
             checkpoints,
             open_journal,
             notify_callbacks,
             start,
             data_check,
-            {"identity": identity, "changes": changes},
+            changes,
             stop,
             watchdog,
             history,
@@ -193,8 +206,6 @@ def train(
             tasks,
         )
         startup.resume_garbage_collection()
-        watchdog.largest_collective = largest_collective(step.record)
-        watchdog.first_collective = first_collective(step.record, distributed.count())
         with watchdog.reporting_errors():
             return loop.run_steps(state, evaluate_first=evaluation_owed, score_first=scores_owed)
 
@@ -212,19 +223,39 @@ def _stopped_while_loading(stop: StopRequest, directory: Path, start: int) -> Ru
 
 
 def _load_programs(
-    program: ResolvedProgram,
+    phases: Sequence[TrainingPhase],
+    first: int,
     cache: Cache,
     names: Sequence[str],
     compile_hint: str,
     stack: ExitStack,
-) -> tuple[LoadedPrograms, startup.MemoryPrefault]:
-    """Open the programs of a run, the same on all ranks, while the memory is preallocated."""
-    programs = on_all_ranks(lambda: LoadedPrograms(program, cache, names, compile_hint))
-    check_same_executables(programs)
-    prefault = _preallocate_memory(programs, program.target)
+) -> tuple[list[LoadedPrograms], startup.MemoryPrefault]:
+    """Open the programs of a run, the same on all ranks, while the memory is preallocated.
+
+    Args:
+        phases: Phases of the run.
+        first: Index of the phase with which it begins, one of whose programs computes the initial
+            state.
+        cache: Cache with the programs.
+        names: Names of the graphs of the first phase.
+        compile_hint: Command that compiles missing ones.
+        stack: Ends the preallocation.
+    """
+    other_names = [name for name in names if name != "init"]
+    programs = on_all_ranks(
+        lambda: [
+            LoadedPrograms(
+                phase.program, cache, names if index == first else other_names, compile_hint
+            )
+            for index, phase in enumerate(phases)
+        ]
+    )
+    for one in programs:
+        check_same_executables(one)
+    prefault = _preallocate_memory(programs, phases[0].program.target)
     stack.callback(prefault.stop)
     if distributed.count() > 1:  # a failure to load on one rank ends all, before any computes
-        on_all_ranks(lambda: [programs[name] for name in names])
+        on_all_ranks(programs[first].load_all)
     return programs, prefault
 
 
@@ -286,16 +317,26 @@ def _open_checkpoints(program: ResolvedProgram, run: Run, stack: ExitStack) -> C
     return checkpoints
 
 
-def _restore_position(loader: Any, restored: RestoredState, *, other_data: bool) -> None:
+def _restore_position(
+    loader: Any, restored: RestoredState, changes: Sequence[dict[str, Any]], start: int
+) -> None:
     """Move the loader to the position of a checkpoint; in other data, to the same step."""
     position = restored.data_position
-    loader.restore(loader.state() | {"step": position["step"]} if other_data else position)
+    if data_changed(changes, start):
+        loader.restore(loader.state() | {"step": position["step"]})
+    elif batch_changed(changes, start):
+        loader.continue_from(position)
+    else:
+        loader.restore(position)
 
 
-def _preallocate_memory(programs: LoadedPrograms, target: Target) -> startup.MemoryPrefault:
+def _preallocate_memory(
+    programs: Sequence[LoadedPrograms], target: Target
+) -> startup.MemoryPrefault:
     """Start to allocate the peak memory of a CPU run, in parallel to the import of JAX."""
     local_devices = target.devices // (target.processes or 1) if target.platform == "cpu" else 0
-    return startup.MemoryPrefault(programs.peak_bytes() * local_devices)
+    peak_bytes = max(one.peak_bytes() for one in programs)
+    return startup.MemoryPrefault(peak_bytes * local_devices)
 
 
 def _init_state(programs: LoadedPrograms, seed: int) -> Tree:
@@ -374,8 +415,9 @@ def _discard_journal() -> tuple[Report, JournalPosition]:
     return lambda record: None, lambda: None
 
 
-def _open_data(run: Run, program: Program, placement: BatchPlacement, stack: ExitStack) -> Any:
-    """Check the validation set, then return the training data loader, which `stack` closes."""
+def _open_data(run: Run, phase: TrainingPhase, placement: BatchPlacement) -> Any:
+    """Check the validation set, then return the training data loader of a phase."""
+    program = phase.program.settings
 
     def open_loader() -> Any:
         if run.data.validation is not None:
@@ -386,9 +428,7 @@ def _open_data(run: Run, program: Program, placement: BatchPlacement, stack: Exi
                 check_validation(batches, program)
         return training_loader(run, program, placement.rows)
 
-    loader = on_all_ranks(open_loader)
-    stack.callback(loader.close)
-    return loader
+    return on_all_ranks(open_loader)
 
 
 def is_evaluation_owed(run: Run, start: int) -> bool:
@@ -413,30 +453,45 @@ def are_scores_owed(run: Run, start: int) -> bool:
 
 
 def _record_measurements(
-    program: ResolvedProgram,
-    run: Run,
-    cache: Cache,
-    programs: LoadedPrograms,
-    start: int,
-    baseline_bytes: int,
+    run: Run, cache: Cache, phases: PhaseSequence, start: int, baseline_bytes: int
 ) -> None:
     """Record the measured time and memory in the ledger, however the run ended.
 
     The ledger calibrates the estimates of graphtrain plan. A failure to write it is a warning.
     """
+    steps = [record for record in read_journal(Path(run.directory)) if record["step"] > start]
+    of_phases = [
+        (one, of_phase)
+        for one in phases.phases
+        if (of_phase := [record for record in steps if one.phase.holds(record["step"])])
+    ]
+    for one, of_phase in of_phases:
+        # The peak memory is that of the largest phase, which is not known.
+        _record_phase(run, cache, one, of_phase, baseline_bytes if len(of_phases) == 1 else None)
+
+
+def _record_phase(
+    run: Run,
+    cache: Cache,
+    phase: PhasePrograms,
+    steps: Sequence[dict[str, Any]],
+    baseline_bytes: int | None,
+) -> None:
     from graphtrain.planning.measured import record_run
 
-    steps = [record for record in read_journal(Path(run.directory)) if record["step"] > start]
-    if not steps or sizes_unknown(program.settings):
+    program = phase.phase.program
+    if sizes_unknown(program.settings):
         return
     target = program.target
     peak = lowering.backend(target).peak_memory()
     # CPU devices share the memory of the process, part of which was in use before training.
-    device_bytes = (peak - baseline_bytes) / target.devices if target.runs_on_cpu else peak
-    if run.samples is not None or run.tasks is not None:  # which may take more than the step
-        device_bytes = None
+    device_bytes = peak
+    if baseline_bytes is None or run.samples is not None or run.tasks is not None:
+        device_bytes = None  # samples and tasks may take more than the step
+    elif target.runs_on_cpu:
+        device_bytes = (peak - baseline_bytes) / target.devices
     try:
-        record_run(cache.root, program, programs["train"].record, steps, device_bytes)
+        record_run(cache.root, program, phase.programs["train"].record, steps, device_bytes)
     except (OSError, ShardingError) as error:
         warnings.warn(
             f"the measurements of this run were not recorded in the ledger of the cache: {error}",

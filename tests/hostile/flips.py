@@ -5,6 +5,7 @@ import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -116,7 +117,7 @@ class TinyRun:
             config = load_config(Path("run"))
             verify(config.run.data.train), verify("data/validation")
             DataCheck(config.run.data)
-            resumption = Resumption(Path("run"), identity_of(config))
+            resumption = Resumption(Path("run"), partial(identity_of, config))
             arrays = self._arrays()
             for path, array in self.sound.items():
                 np.testing.assert_array_equal(arrays[path], array)

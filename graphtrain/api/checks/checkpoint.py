@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from graphtrain.api.checks.problem import Problem
+from graphtrain.config.phases import settings_of_step
 from graphtrain.config.schema import Config
 from graphtrain.errors import DataError, TrainingError
 
@@ -36,9 +37,9 @@ def checkpoint_problems(
         verify_files(path, only="about/")
         info = read_checkpoint_info(directory, steps[-1])
         if weights_only:
-            check_same_model(path, info, config.program)
+            check_same_model(path, info, settings_of_step(config.program, steps[-1]))
         else:
-            check_identity(path, info, identity_of(config), allowed_changes)
+            check_identity(path, info, identity_of(config, steps[-1]), allowed_changes)
     except (DamagedCheckpoint, DataError, OSError):
         return  # reported by the checks of the data, or by the run
     except UnknownChange as error:

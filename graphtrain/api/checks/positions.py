@@ -1,6 +1,7 @@
 """Problems of positions: sequences longer than what an imported model has, or was trained on."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from graphtrain.config.hf_config import (
 )
 from graphtrain.config.lines import KeyPath
 from graphtrain.config.schema import Config, TorchModel, is_imported
+from graphtrain.config.schema.phase import describe_phase
 from graphtrain.config.serving_program import context_of_serving
 from graphtrain.errors import ImportedModelError
 from sharding_rules.documents import DocumentError
@@ -26,6 +28,21 @@ _LEARNED = ("biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt")
 
 
 def position_problems(config: Config) -> Iterator[Problem]:
+    """Yield the problems of positions, of all phases of a run."""
+    program = config.program
+    yield from _problems(config)
+    for index, phase in enumerate(program.phases):
+        longer = phase.seq_len is not None and phase.seq_len > program.batch.seq_len
+        for problem in (
+            _problems(replace(config, program=program.in_phase(phase))) if longer else ()
+        ):
+            message = f"{describe_phase(index + 1, phase)}: {problem.message}"
+            place = ("program", "phase", str(index))
+            settings = ((*place, "seq_len"), place, *problem.settings)
+            yield Problem(problem.kind, message, settings)
+
+
+def _problems(config: Config) -> Iterator[Problem]:
     """Yield settings that ask for more positions than the config.json of the weights has.
 
     A position beyond a table of learned ones cannot be computed. Rotary embeddings compute any, but

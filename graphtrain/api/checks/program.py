@@ -5,10 +5,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from graphtrain.api.checks.problem import Problem
-from graphtrain.api.checks.sizes import size_problems
+from graphtrain.api.checks.sizes import batch_size_problems, size_problems
 from graphtrain.config.lines import KeyPath, line_numbers
+from graphtrain.config.phases import training_phases
 from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import Program, is_imported
+from graphtrain.config.schema.phase import describe_phase
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from sharding_rules.documents import MAX_TOML_BYTES, DocumentError, read_text
@@ -73,12 +75,22 @@ def _placement_problems(program: Program) -> Iterator[Problem]:
     except ShardingError as error:  # layers, microbatches or positions over the stages
         yield Problem("program", f"program: {error}")
         return
-    found = False
-    for problem in size_problems(resolved):
-        found = True
-        yield problem
+    found = [*size_problems(resolved), *_phase_problems(resolved)]
+    yield from found
     if not found and not is_imported(program.model):
-        yield from _remaining_problems(resolved)
+        for phase in training_phases(resolved):
+            yield from _remaining_problems(phase.program)
+
+
+def _phase_problems(resolved: ResolvedProgram) -> Iterator[Problem]:
+    """Yield each batch or sequence of a phase that the mesh does not divide, at its own line."""
+    *phases, _ = training_phases(resolved)
+    for index, (phase, settings) in enumerate(zip(phases, resolved.phases, strict=True)):
+        table = ("program", "phase", str(index))
+        for problem in batch_size_problems(phase.program):
+            own = [(*table, path[-1]) for path in problem.settings if path[1] == "batch"]
+            message = f"{describe_phase(index + 1, settings)}: {problem.message}"
+            yield Problem("program", message, (*own, table, *problem.settings))
 
 
 def _remaining_problems(resolved: ResolvedProgram) -> Iterator[Problem]:

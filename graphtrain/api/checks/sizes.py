@@ -41,8 +41,17 @@ class _Dimension(NamedTuple):
 
 def size_problems(program: ResolvedProgram) -> Iterator[Problem]:
     """Yield each setting whose size is not a multiple of its shards, once."""
+    return _problems(program, _dimensions(program))
+
+
+def batch_size_problems(program: ResolvedProgram) -> Iterator[Problem]:
+    """Yield those of the settings of [program.batch]."""
+    return _problems(program, _batch_dimensions(program))
+
+
+def _problems(program: ResolvedProgram, dimensions: Iterator[_Dimension]) -> Iterator[Problem]:
     reported: set[tuple[KeyPath, tuple[str, ...]]] = set()
-    for axis, size, table in _dimensions(program):
+    for axis, size, table in dimensions:
         names = tuple(one for one in table.get(axis, ()) if program.mesh.axes.get(one, 1) > 1)
         setting = _SETTINGS.get(axis)
         if setting is None or size % program.mesh.size(names) == 0:
@@ -66,10 +75,7 @@ def _follows(
 
 
 def _dimensions(program: ResolvedProgram) -> Iterator[_Dimension]:
-    batch, activations = program.batch, program.rules.activations
-    rows = batch.global_batch_size // batch.microbatches
-    for axis, size in {"batch": rows, "seq": batch.seq_len, "residual": batch.seq_len}.items():
-        yield _Dimension(axis, size, activations)
+    yield from _batch_dimensions(program)
     if is_imported(program.model):
         return  # its arrays are known once PyTorch has built it
     from graphtrain.models.shapes import parameter_arrays
@@ -79,6 +85,13 @@ def _dimensions(program: ResolvedProgram) -> Iterator[_Dimension]:
             if axis is not None and not (axis == "layers" and program.stages):
                 for table in _tables(program, path):
                     yield _Dimension(axis, size, table)
+
+
+def _batch_dimensions(program: ResolvedProgram) -> Iterator[_Dimension]:
+    batch, activations = program.batch, program.rules.activations
+    rows = batch.global_batch_size // batch.microbatches
+    for axis, size in {"batch": rows, "seq": batch.seq_len, "residual": batch.seq_len}.items():
+        yield _Dimension(axis, size, activations)
 
 
 def _tables(program: ResolvedProgram, path: str) -> Iterator[Mapping[str, tuple[str, ...]]]:

@@ -21,6 +21,7 @@ from graphtrain.config.schema.model import (
     RopeScaling,
 )
 from graphtrain.config.schema.optimizer import Optimizer
+from graphtrain.config.schema.phase import Phase
 from graphtrain.config.schema.precision import LossScaling, Precision
 from graphtrain.config.schema.program import (
     Program,
@@ -57,6 +58,7 @@ __all__ = [
     "Model",
     "Optimizer",
     "Packing",
+    "Phase",
     "PipelineSettings",
     "Precision",
     "Program",

@@ -2,6 +2,7 @@
 
 from pydantic.dataclasses import dataclass
 
+from graphtrain.config.schema.phase import PhaseError, describe_phase
 from graphtrain.config.schema.program import Program
 from graphtrain.config.schema.run import Run
 from graphtrain.config.schema.types import STRICT
@@ -30,3 +31,24 @@ class Config:
                 'program.optimizer.kind = "schedule_free" takes the place of a schedule, and '
                 f'run.learning_rate.schedule = "{schedule}"; set it to "constant" (a warm-up stays)'
             )
+        self._check_phases()
+
+    def _check_phases(self) -> None:
+        """Refuse phases that the run does not reach, or whose model it cannot generate with."""
+        run = self.run
+        for index, phase in enumerate(self.program.phases):
+            name, within = describe_phase(index + 1, phase), ("program", "phase", str(index))
+            if phase.until > run.steps:
+                raise PhaseError(
+                    within,
+                    f"program.{name} ends after the last step, run.steps = {run.steps}; lower "
+                    "until, remove the phase or raise run.steps",
+                )
+            if phase.changes_model and (run.samples is not None or run.tasks is not None):
+                setting = "run.samples" if run.samples is not None else "run.tasks"
+                raise PhaseError(
+                    within,
+                    f"program.{name} has a model with other rotary positions, and {setting} "
+                    f"generates with that of [program.model]; remove {setting}, or rope_theta and "
+                    "rope_scaling of the phase",
+                )

@@ -1,8 +1,9 @@
 """[program]: everything that can change compiled code."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Discriminator, Tag
+from pydantic import Discriminator, Tag, ValidationError
 from pydantic.dataclasses import dataclass
 
 from graphtrain.config.hf_config import layer_count
@@ -14,6 +15,7 @@ from graphtrain.config.schema.loss import Loss
 from graphtrain.config.schema.mesh import Mesh, PipelineSettings
 from graphtrain.config.schema.model import Model
 from graphtrain.config.schema.optimizer import Optimizer
+from graphtrain.config.schema.phase import Phase, PhaseError, describe_phase
 from graphtrain.config.schema.precision import Precision
 from graphtrain.config.schema.serve import Serve
 from graphtrain.config.schema.torch_model import TorchModel, is_imported
@@ -67,6 +69,7 @@ class Program:
     adapter: Adapter | None = None  # LoRA; unset: train every weight
     serve: Serve = Serve()
     dump: Dump = Dump()
+    phase: tuple[Phase, ...] | None = None  # earlier parts of a run; docs/guides/phases.md
 
     def __post_init__(self) -> None:
         self.precision.check_dtype(self.model.dtype)
@@ -76,6 +79,48 @@ class Program:
             self._check_native()
         if self.mesh.stage != "rest" and self.mesh.stage > 1:
             check_pipeline(self, self.mesh.stage)
+        self._check_phases()
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Return the parts of a run before that of these settings."""
+        return self.phase or ()
+
+    def in_phase(self, phase: Phase) -> "Program":
+        """Return the program of one phase, which has no phases itself.
+
+        Raises:
+            ValueError: the settings of the phase do not suit the program.
+        """
+        model = replace(self.model, **phase.of_model) if phase.changes_model else self.model
+        return replace(self, phase=None, batch=replace(self.batch, **phase.of_batch), model=model)
+
+    def _check_phases(self) -> None:
+        before = 0
+        for index, phase in enumerate(self.phases):
+            name, within = describe_phase(index + 1, phase), ("phase", str(index))
+            if phase.until <= before:
+                raise PhaseError(
+                    within,
+                    f"{name} ends at or before the phase before it, until = {before}; raise until",
+                )
+            before = phase.until
+            if phase.changes_model and (is_imported(self.model) or self.model.positions != "rope"):
+                raise PhaseError(
+                    within,
+                    f"{name}: rope_theta and rope_scaling are only for the native decoder with "
+                    'positions = "rope"; remove them',
+                )
+            if phase.rope_scaling is not None and self.model.rope_scaling is None:
+                raise PhaseError(
+                    within,
+                    f"{name}: rope_scaling leaves out model.rope_scaling, which is not set; "
+                    "remove it",
+                )
+            try:
+                self.in_phase(phase)
+            except ValueError as error:
+                raise PhaseError(within, f"{name}: {_reason(error)}") from None
 
     def _check_native(self) -> None:
         if self.loss.kind == "dpo":
@@ -104,6 +149,14 @@ class Program:
                     f"{name} = {length} is more than model.max_position_embeddings = {limit}; "
                     f"use at most {limit}"
                 )
+
+
+def _reason(error: ValueError) -> str:
+    """Return the words of a check, without those of pydantic around them."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        return str(first.get("ctx", {}).get("error", first["msg"]))
+    return str(error)
 
 
 def check_preference(program: Program) -> None:

@@ -1,6 +1,6 @@
 """Training batches, prefetched by Grain, and validation batches over one pass of a dataset."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class _RowSelection:
 
 class Loader:
     """Infinite iterator of training batches, each a function of the data, the seed and the step.
+
+    After `continue_from`, it is also one of the sequence at which another loader stopped.
 
     The global batches do not depend on which of their rows a loader reads: the loaders of several
     processes read different rows of the same batches. In every epoch of a dataset, the order
@@ -124,6 +126,7 @@ class Loader:
             .repeat()
             .map_with_index(lambda step, _: self._batch(step, selection))
         )
+        self._origin = 0  # first sample of step 0, if all steps had this batch
         self._start(start_step)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -135,8 +138,16 @@ class Loader:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Return the position as JSON: the next step, and all that determines the batch order."""
-        return {"step": self._step, **self._stream_identity}
+        """Return the position as JSON: the next step, and all that determines the batch order.
+
+        It names the next sample, a sequence or a pair, if it does not follow from the step: after
+        another batch size or sequence length.
+        """
+        sample = self._first_sample(self._step)
+        is_usual = sample == self._step * self._samples_per_batch
+        return {"step": self._step, **({} if is_usual else {"sample": sample})} | (
+            self._stream_identity
+        )
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from a position that `state` returned, on any number of ranks.
@@ -144,20 +155,45 @@ class Loader:
         Raises:
             DataError: the position belongs to different data, another seed or another batch shape.
         """
+        self._check_stream(state)
+        self._move_to(*_position(state, self._samples_per_batch))
+
+    def continue_from(self, state: dict[str, Any]) -> None:
+        """Continue where a loader with another batch size or sequence length stopped.
+
+        With the same sequence length, the next sample is the one that it would have read. Otherwise
+        the data is cut into other sequences, in another order, and the next sample is the first
+        that begins after as many tokens; with one document per sequence, after as many documents.
+
+        Raises:
+            DataError: the position belongs to different data or another seed.
+        """
+        seq_len = self._stream_identity["seq_len"]
+        # The periods of a blend by epochs follow from the numbers of sequences.
+        recut = ("blend",) if state.get("seq_len") != seq_len else ()
+        self._check_stream(state, other=("global_batch_size", "seq_len", *recut))
+        size, length = (_count(state, name) for name in ("global_batch_size", "seq_len"))
+        step, sample = _position(state, size // self._packings[0].rows_per_index)
+        if not any(packing.identity.startswith("pad") for packing in self._packings):
+            sample = -(-sample * length // seq_len)
+        self._move_to(step, sample)
+
+    def _move_to(self, step: int, sample: int) -> None:
+        self._iterator.close()
+        self._origin = sample - step * self._samples_per_batch
+        self._start(step)
+
+    def _check_stream(self, state: dict[str, Any], other: Collection[str] = ()) -> None:
+        """Check that a position is of this stream, except for some of what determines it."""
         for name in {**self._stream_identity, "blend": None, "packing": None}:
             saved, value = state.get(name), self._stream_identity.get(name)
-            if saved != value:
+            if saved != value and name not in other:
                 prefixes = ", ".join(packing.dataset.prefix for packing in self._packings)
                 raise DataError(
                     f"{prefixes}: cannot resume at step {state.get('step')}: {name} was {saved} "
                     f"and is now {value}; restore the setting or the dataset, or restart from "
                     "step 0"
                 )
-        step = state.get("step")
-        if type(step) is not int or step < 0:
-            raise DataError(f"the position of the data is damaged: its step is {step!r:.80}")
-        self._iterator.close()
-        self._start(step)
 
     def documents(self, step: int) -> dict[str, np.ndarray]:
         """Return the document indices in the global batch of a step, ascending, by dataset."""
@@ -187,9 +223,13 @@ class Loader:
         """Stop prefetching."""
         self._iterator.close()
 
+    def _first_sample(self, step: int) -> int:
+        """Return the number of the first sample of a step, from the beginning of the stream."""
+        return self._origin + step * self._samples_per_batch
+
     def _samples_of(self, step: int, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return (dataset, sequence) index pairs of some samples of the batch of a step."""
-        first = step * self._samples_per_batch
+        first = self._first_sample(step)
         return np.stack([self._samples[first + int(number)] for number in numbers])
 
     def _batch(self, step: int, selection: _RowSelection) -> Batch:
@@ -256,6 +296,19 @@ def evaluation_batches(
             yield selection.of(packed.batch(np.where(samples < len(packed), samples, -1)))
 
     return batches()
+
+
+def _position(state: dict[str, Any], samples_per_batch: int) -> tuple[int, int]:
+    """Return the next step and the next sample of a position."""
+    step = _count(state, "step")
+    return step, _count(state, "sample") if "sample" in state else step * samples_per_batch
+
+
+def _count(state: dict[str, Any], name: str) -> int:
+    value = state.get(name)
+    if type(value) is not int or value < 0:
+        raise DataError(f"the position of the data is damaged: its {name} is {value!r:.80}")
+    return value
 
 
 def _samples_per_batch(packings: Sequence[Any], sequences: int) -> int:

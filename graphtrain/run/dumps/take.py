@@ -78,13 +78,18 @@ def take_dump(
 
     Raises:
         MissingProgram: a program is not in the cache.
-        DumpError: the run has several processes.
+        DumpError: the run has several processes, or phases.
         TrainingError: there is no such checkpoint, or it is of another model.
         DataError: the training data cannot be used.
         WeightsError: the directory exists, or the initial weights cannot be used.
     """
     if distributed.count() > 1:
         raise DumpError("graphtrain dump runs in one process; use a target of one host")
+    if program.phases:
+        raise DumpError(
+            "graphtrain dump has no phases; give the settings of one with --set, and "
+            "--set program.phase=[]"
+        )
     checkpoints = Path(run.directory) / "checkpoints"
     saved = saved_steps(checkpoints)
     if start and start not in saved:

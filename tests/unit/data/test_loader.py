@@ -113,6 +113,59 @@ def test_every_epoch_takes_every_sequence_once_and_in_another_order(make_dataset
     assert seen[0].tolist() != seen[1].tolist()
 
 
+def continued(loader: Loader, **shape) -> Loader:
+    """Return a loader with another batch that continues where one stopped."""
+    other = Loader(loader._packings[0].dataset.prefix, **shape)
+    other.continue_from(json.loads(json.dumps(loader.state())))
+    loader.close()
+    return other
+
+
+def test_a_batch_that_grows_reads_every_sequence_of_an_epoch_once(make_dataset):
+    prefix = make_dataset([list(range(i * 16, i * 16 + 16)) for i in range(16)], 256)
+    first = Loader(prefix, global_batch_size=2, seq_len=16, seed=1)
+    small = list(itertools.islice(first, 2))
+    second = continued(first, global_batch_size=4, seq_len=16, seed=1)
+    large = take(second, 3)
+    whole = take(Loader(prefix, global_batch_size=16, seq_len=16, seed=1), 1)
+    rows = np.concatenate([*(batch["targets"] for batch in small), *large["targets"]])
+    assert rows.tolist() == whole["targets"][0].tolist()
+
+
+def test_a_position_after_another_batch_restores_exactly(prefix):
+    first = Loader(prefix, **SHAPE)
+    list(itertools.islice(first, 3))
+    grown = {**SHAPE, "global_batch_size": 12}
+    second = continued(first, **grown)
+    next(second)
+    state = json.loads(json.dumps(second.state()))
+    assert (state["step"], state["sample"]) == (4, 3 * 8 + 12)
+    want, documents = take(second, 3), second.documents(5)[prefix].tolist()
+    restored = Loader(prefix, **grown)
+    restored.restore(state)
+    assert restored.documents(5)[prefix].tolist() == documents
+    assert_equal(take(restored, 3), want)
+
+
+def test_longer_sequences_begin_after_as_many_tokens(prefix):
+    first = Loader(prefix, **SHAPE)
+    list(itertools.islice(first, 3))
+    second = continued(first, **{**SHAPE, "seq_len": 10})  # 3 x 8 x 6 tokens are 14.4 sequences
+    assert second.state()["sample"] == 15
+    second.close()
+
+
+def test_other_data_cannot_be_continued(prefix, make_dataset):
+    first = Loader(prefix, **SHAPE, start_step=7)
+    other = Loader(make_dataset([[1, 2, 3] * 9], 4), **{**SHAPE, "global_batch_size": 2})
+    with pytest.raises(DataError, match="cannot resume at step 7: documents was"):
+        other.continue_from(first.state())
+    damaged = first.state() | {"sample": -1}
+    with pytest.raises(DataError, match="the position of the data is damaged: its sample is -1"):
+        first.restore(damaged)
+    first.close(), other.close()
+
+
 def test_seeds_give_other_streams(prefix):
     streams = [
         take(Loader(prefix, global_batch_size=8, seq_len=6, seed=s), 3)["tokens"] for s in (0, 1)
