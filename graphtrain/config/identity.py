@@ -52,6 +52,7 @@ EXECUTION = frozenset(
         "program.batch.microbatches",
         "program.batch.gradient_reduction",
         "program.optimizer.offload_to_host",
+        "program.optimizer.group_norms",
         "program.loss.chunk",
         "program.serve",
         "program.dump",

@@ -16,6 +16,7 @@ import optax
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.deferred_reduction import accumulate_then_reduce, can_defer
 from graphtrain.graphs.dump import ArrayDump
+from graphtrain.graphs.group_norms import group_norm_names, group_norms
 from graphtrain.graphs.loss_scale import (
     initial_scale,
     loss_scale,
@@ -131,6 +132,8 @@ def _train(program: ResolvedProgram, dump: ArrayDump | None = None) -> Graph:
     specs = parameter_specs_of(program)
     template = jax.eval_shape(optimizer.init, _shapes(specs))
     state_specs, frozen_specs = state_specs_of(program), _frozen_input(program)
+    norms = group_norm_names(program.optimizer, specs)
+    names = *metric_names(program), *norms, "grad_norm", "targets"
 
     def train(state: Tree, frozen: Tree | None, batch: Tree, learning_rate: jax.Array) -> Tree:
         point, arrays = _at_gradient_point(program, state, state_specs), {}
@@ -154,6 +157,7 @@ def _train(program: ResolvedProgram, dump: ArrayDump | None = None) -> Graph:
         }
         metrics = {
             **metrics,
+            **group_norms(program.optimizer, parameters, updates),
             "grad_norm": optax.tree.norm(gradients),
             "targets": batch["weights"].sum(),
         }
@@ -177,9 +181,7 @@ def _train(program: ResolvedProgram, dump: ArrayDump | None = None) -> Graph:
         },
         {
             "state": state_specs,
-            "metrics": dict.fromkeys(
-                (*metric_names(program), "grad_norm", "targets", *scale_metrics(program)), _SCALAR
-            ),
+            "metrics": dict.fromkeys((*names, *scale_metrics(program)), _SCALAR),
         },
         donated=("state",),
     )

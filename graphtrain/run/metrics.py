@@ -45,6 +45,8 @@ METRICS = {
     "grad_norm": "norm of all gradients together, before clipping; null if the step was skipped",
     "loss_scale": "float16: factor of the loss in this step, with a dynamic scale",
     "skipped_steps": "float16: number of steps so far that were skipped because of an overflow",
+    "parameter_norm.MODULE": "with program.optimizer.group_norms: norm of a module's parameters",
+    "update_norm.MODULE": "the same: norm of what the step adds to them, learning rate included",
     "learning_rate": "learning rate of the step",
     "targets": "number of tokens of the batch that count in the loss",
     "step_seconds": "seconds between the end of the previous step and the end of this one",

@@ -106,3 +106,32 @@ def test_muon_exchanges_shards_and_gathers_no_matrix(settings):
         moved = index.classify(one)
         assert moved.kind == "matrices of Muon"
         assert "parameters." in str(Reasons(of, index).find(one, moved, one.axes[0]))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "schedule_free"])
+def test_norms_of_modules_are_those_of_the_state(kind):
+    of = program(
+        optimizer=Optimizer(kind=kind, group_norms=True), batch=SIZES, target="cpu:2",
+        mesh=Mesh(fsdp=2),
+    )  # fmt: skip
+    train = loaded(of, "train")
+    state = placed_inputs(train, "state", state_of(of))
+    before = flatten(jax.device_get(state["parameters"]))
+    outputs = train(state, placed_inputs(train, "batch", batch(of, 0)), np.float32(1e-2))
+    after, metrics = flatten(jax.device_get(outputs["state"]["parameters"])), outputs["metrics"]
+    modules = {path.rpartition("/")[0] or path for path in before}
+    named = {name for name in metrics if "_norm." in name}
+    assert named == {
+        f"{norm}.{module.replace('/', '.')}"
+        for norm in ("parameter_norm", "update_norm")
+        for module in modules
+    }
+    for module in modules:
+        paths = [path for path in before if (path.rpartition("/")[0] or path) == module]
+        for name, arrays in {
+            "parameter_norm": [before[path] for path in paths],
+            "update_norm": [after[path] - before[path] for path in paths],
+        }.items():
+            wanted = np.sqrt(sum(np.square(array.astype(np.float64)).sum() for array in arrays))
+            found = metrics[f"{name}.{module.replace('/', '.')}"]
+            np.testing.assert_allclose(found, wanted, rtol=1e-3, err_msg=f"{name} of {module}")
