@@ -15,7 +15,8 @@ import numpy as np
 
 from graphtrain.config.hf_config import read_config
 from graphtrain.errors import WeightsError
-from graphtrain.weights.files import SafetensorsFiles, open_weight_files
+from graphtrain.weights.expert_files import Index, ModuleFiles
+from graphtrain.weights.files import open_weight_files
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from graphtrain.config.schema import TorchModel
     from sharding_rules.pipeline import Stages
 
-Index = tuple[slice, ...]
 Fill = Callable[[Tree, Callable[[str, tuple[int, ...], Index], np.ndarray]], Tree]
 
 # Parameters that transformers 5 has renamed in its modules, but not in folders: GPT-NeoX.
@@ -43,7 +43,7 @@ class HuggingFaceWeights:
         if not directory.is_dir():
             raise WeightsError(f"run.init_from: the folder {directory} does not exist")
         self.side = directory  # folder of config.json and the tokenizer
-        self._directory, self._folder = directory, open_weight_files(directory)
+        self._directory, self._folder = directory, ModuleFiles(open_weight_files(directory))
 
     def parameters(self, described: Tree, fill: Fill, stages: Stages | None = None) -> Tree:
         """Read the parameters onto their devices; only the shards of this process are read.
@@ -79,9 +79,7 @@ class HuggingFaceWeights:
             return np.zeros(
                 [axis_slice.stop - axis_slice.start for axis_slice in index], np.float32
             )
-        if isinstance(self._folder, SafetensorsFiles):
-            return self._folder.part(name, index).astype(np.float32)
-        return self._folder.read(name)[index].astype(np.float32)
+        return self._folder.part(name, index)
 
     def _names(self, path: str, shape: tuple[int, ...], stages: Stages | None) -> str | np.ndarray:
         """Return the name of an array's tensor, or an array of the names of its rows."""
