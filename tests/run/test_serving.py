@@ -218,6 +218,14 @@ def test_a_full_queue_is_refused_and_the_client_tries_again():
         assert all(asyncio.run(ask_all(5)))
 
 
+def test_more_prompts_than_the_queue_ever_takes_are_refused_for_good():
+    with served(ToyEngine(slots=1), max_queue=2) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused")
+        with pytest.raises(openai.BadRequestError, match=r"4 sequences.*at most 3 at a time"):
+            client.completions.create(model="toy", prompt=["a"] * 4, max_tokens=1)
+        assert len(client.completions.create(model="toy", prompt=["a"] * 3).choices) == 3
+
+
 def test_the_api_key_opens_the_api_and_nothing_else_needs_it():
     with served(ToyEngine(), api_key="sesame") as url:
         for key in ("wrong", "sesam", "sesame2"):

@@ -37,6 +37,10 @@ class QueueFull(Exception):
     """The limit of sequences that wait is reached."""
 
 
+class TooManySequences(Exception):
+    """A request has more sequences than ever find a place."""
+
+
 class Worker:
     """The only thread that calls an engine. Its methods may be called from any thread.
 
@@ -76,15 +80,23 @@ class Worker:
         Raises:
             NotReady: no requests are taken now.
             QueueFull: too many sequences wait.
+            TooManySequences: the request is too large also when none wait.
         """
         with self._changed:
             if self.status != "ready":
                 raise NotReady(self.status)
+            assert self.model is not None, "a worker that is ready has a model"
+            count, most = len(job.requests), self._max_queue + self.model.engine.slots
+            if count > most:
+                raise TooManySequences(
+                    f"the request has {count:,} sequences (prompts, times n or best_of); this "
+                    f"server takes at most {most:,} at a time"
+                )
             waiting = self.statistics.waiting + sum(len(one.requests) for one in self._submitted)
-            if waiting + len(job.requests) > self._max_queue + self._free_slots():
+            if waiting + count > self._max_queue + self._free_slots():
                 raise QueueFull(f"{waiting} sequences wait")
             self._submitted.append(job)
-            self._unfinished[job] = len(job.requests)
+            self._unfinished[job] = count
             self._changed.notify_all()
 
     def cancel(self, job: Job) -> None:

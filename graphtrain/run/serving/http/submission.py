@@ -12,7 +12,7 @@ from graphtrain.run.serving.http.errors import ApiError
 from graphtrain.run.serving.http.prepare import Prepared
 from graphtrain.run.serving.scheduler import Job
 from graphtrain.run.serving.sequence import FinishReason, TextToken, Update, Usage
-from graphtrain.run.serving.worker import NotReady, QueueFull, Worker
+from graphtrain.run.serving.worker import NotReady, QueueFull, TooManySequences, Worker
 from sharding_rules.errors import UserError
 
 _REASONS = {
@@ -65,6 +65,8 @@ class Submission:
                 worker.submit(self._job)
         except NotReady as error:
             raise _not_ready(error) from None
+        except TooManySequences as error:
+            raise ApiError(400, f"{error}; send several requests") from None
         except QueueFull as error:
             raise ApiError(429, f"the server is busy: {error}; try again later") from None
 
