@@ -201,14 +201,16 @@ def _losses_of_steps(
     """Return the validation loss of checkpoints."""
     from graphtrain.api.checks.purpose import evaluation_purpose
     from graphtrain.config.resolve import resolve
-    from graphtrain.run.evaluate import checkpoint_loss
+    from graphtrain.run.evaluate import checkpoint_loss, verify_data
     from graphtrain.run.evaluation_curve import EvaluationCurve
 
     purpose = evaluation_purpose(bigram=False)
     config = checked_config(run, purpose, set=set, target=target, rank=peers.known_rank).config
     program, losses = resolve(config.program), {}
     peers.join(config)
-    for step in _steps_of(Path(config.run.directory) / "checkpoints", steps):
+    chosen = _steps_of(Path(config.run.directory) / "checkpoints", steps)
+    verify_data(config.run)
+    for step in chosen:
         on_step(step)
         result = checkpoint_loss(
             program, config.run, open_cache(cache), compile_hint=compile_hint, step=step

@@ -149,7 +149,7 @@ def evaluate(
 
     from graphtrain.checkpoints.steps import named_step
     from graphtrain.config.resolve import resolve
-    from graphtrain.run.evaluate import bigram_loss, checkpoint_loss
+    from graphtrain.run.evaluate import bigram_loss, checkpoint_loss, verify_data
     from graphtrain.run.processes import expected_rank, is_rank_zero, join_run
 
     purpose = evaluation_purpose(bigram=bigram)
@@ -158,6 +158,7 @@ def evaluate(
     program = resolve(settings.program)
     join_run(program.target, settings.run.watchdog, coordinator, processes, rank)
     chosen = named_step(Path(settings.run.directory) / "checkpoints", step)
+    verify_data(settings.run, bigram=bigram)
     result = checkpoint_loss(
         program, settings.run, open_cache(cache), compile_hint=compile_hint, step=chosen
     )

@@ -154,23 +154,34 @@ def validation_batches(
     return islice(batches, None if limit is None else limit * batch.microbatches)
 
 
+def verify_data(run: Run, *, bigram: bool = False) -> None:
+    """Verify the validation set on rank 0, for `checkpoint_loss`; for a bigram model, all data.
+
+    Raises:
+        DataError: there is no validation set, or a dataset is damaged.
+    """
+    data = run.data
+    if data.validation is None:
+        raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
+    if bigram and data.user_code:
+        raise DataError("--bigram reads datasets of files, and run.data names code")
+    names = [data.validation, *(data.train_datasets if bigram else ())]
+    on_all_ranks(lambda: verify_whole(data, names if distributed.rank() == 0 else []))
+
+
 def checkpoint_loss(
     program: ResolvedProgram, run: Run, cache: Cache, *, compile_hint: str, step: int | None
 ) -> Evaluation:
     """Return the validation loss and perplexity of a checkpoint, the last one if `step` is None.
 
-    For a run without checkpoints, evaluates the weights that it would start from, as step 0.
+    For a run without checkpoints, evaluates the weights that it would start from, as step 0. The
+    data is verified before, by `verify_data`.
 
     Raises:
         MissingProgram: the evaluation step is not in the cache.
         TrainingError: there is no such checkpoint.
-        DataError: there is no validation set, it is damaged, or it was prepared with another
-            tokenizer.
+        DataError: the validation set cannot be used, or was prepared with another tokenizer.
     """
-    validation = run.data.validation
-    if validation is None:  # checked before anything is loaded
-        raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
-    on_all_ranks(lambda: verify_whole(run.data, [validation] if distributed.rank() == 0 else []))
     on_all_ranks(lambda: check_trained_tokenizer(run, step))
     directory = Path(run.directory) / "checkpoints"
     steps = saved_steps(directory)
@@ -229,18 +240,16 @@ def perplexity(loss: float) -> float:
 def bigram_loss(config: Config) -> float:
     """Return the validation loss of a bigram model of the training data, with add-one smoothing.
 
-    For a blend of datasets, bigrams are weighted as often as the blend reads their dataset.
+    For a blend of datasets, bigrams are weighted as often as the blend reads their dataset. The
+    data is verified before, by `verify_data`.
 
     Raises:
-        DataError: there is no validation set, or a dataset is damaged or cannot be used.
+        DataError: a dataset cannot be used.
     """
     data, model = config.run.data, config.program.model
-    if data.user_code:
-        raise DataError("--bigram reads datasets of files, and run.data names code")
     prefixes = (
         [data.train] if isinstance(data.train, str) else [source.dataset for source in data.train]
     )
-    verify_whole(data, prefixes)
     # Not the vocabulary of the model: if it is padded, smoothing would assign probability to tokens
     # that never occur.
     descriptions = [read_description(prefix) for prefix in prefixes]

@@ -1,10 +1,11 @@
 import json
+import shutil
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
 
+import graphtrain.api.evaluation as api_evaluation
 from graphtrain.cli.data import command
 from graphtrain.config.schema import BlendPart, Data, Run
 from graphtrain.data.indexed.description import (
@@ -14,8 +15,9 @@ from graphtrain.data.indexed.description import (
 from graphtrain.data.indexed.verify import digest_problem, verify_sample
 from graphtrain.data.prepare.text import prepare
 from graphtrain.errors import DataError
+from graphtrain.run import evaluate as run_evaluate
 from graphtrain.run.data_check import DataCheck
-from graphtrain.run.evaluate import bigram_loss, checkpoint_loss
+from graphtrain.run.evaluate import verify_data
 
 
 @pytest.fixture
@@ -63,15 +65,40 @@ def test_an_evaluation_refuses_a_validation_set_with_a_flipped_bit(prefix, tmp_p
     flip(prefix.with_suffix(".bin"), 100)
     run = Run(directory=str(tmp_path), steps=1, data=Data(train="none", validation=str(prefix)))
     with pytest.raises(DataError, match=r"train.bin: its digest differs"):
-        checkpoint_loss(cast(Any, None), run, cast(Any, None), compile_hint="", step=None)
+        verify_data(run)
 
 
-def test_a_bigram_model_refuses_training_data_with_a_flipped_bit(prefix, tmp_path):
+def test_a_bigram_model_refuses_training_data_with_a_flipped_bit_before_anything_is_computed(
+    prefix, tmp_path
+):
+    sound = tmp_path / "sound"
+    for file in prefix.parent.glob(f"{prefix.name}.*"):
+        shutil.copyfile(file, sound.with_suffix(file.suffix))
     flip(prefix.with_suffix(".bin"), 100)
-    data = Data(train=str(prefix), validation=str(prefix))
-    config = SimpleNamespace(run=SimpleNamespace(data=data), program=SimpleNamespace(model=None))
+    data = Data(train=str(prefix), validation=str(sound))
+    run = Run(directory=str(tmp_path), steps=1, data=data)
+    verify_data(run)
     with pytest.raises(DataError, match=r"train.bin: its digest differs"):
-        bigram_loss(cast(Any, config))
+        verify_data(run, bigram=True)
+
+
+def test_a_curve_over_checkpoints_verifies_the_data_once(prefix, tmp_path, monkeypatch):
+    calls: list[object] = []
+    loss = SimpleNamespace(validation_loss=1.0)
+    monkeypatch.setattr(run_evaluate, "verify_data", lambda run: calls.append("verified"))
+    monkeypatch.setattr(
+        run_evaluate, "checkpoint_loss", lambda *_, step, **__: calls.append(step) or loss
+    )
+    monkeypatch.setattr(api_evaluation, "_steps_of", lambda *_: [1, 2])
+    config = {
+        "program": {"target": "cpu:1", "model": {"layers": 1, "embed": 8, "heads": 1, "mlp": 8,
+                              "vocab": 264},
+                    "batch": {"global_batch_size": 8, "seq_len": 8}},
+        "run": {"directory": str(tmp_path / "run"), "steps": 1,
+                "data": {"train": str(prefix), "validation": str(prefix)}},
+    }  # fmt: skip
+    api_evaluation.evaluate_steps(config)
+    assert calls == ["verified", 1, 2]
 
 
 def test_sound_data_is_said_to_be_sound(prefix):
