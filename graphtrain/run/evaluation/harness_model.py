@@ -40,6 +40,7 @@ class TextFormat:
     tokenizer: Tokenizer
     prefix: tuple[int, ...]  # tokens that begin a text
     chat: ChatFormat | None = None  # None: the tasks' prompts are used as they are
+    ends: tuple[int, ...] = ()  # tokens that end a text, beside that of the tokenizer
 
 
 class EngineModel(TemplateLM):
@@ -183,7 +184,7 @@ class EngineModel(TemplateLM):
         self._progress("generating", finished, len(answers))
         continued = self._compute("generate", [asked[key] for key in missing])
         for key, (continuation,) in zip(missing, continued, strict=True):
-            answers[key] = self._without_special(continuation, asked[key].stop)
+            answers[key] = self._answer(continuation, asked[key].stop)
             self._journal.write(key, answers[key])
             finished += 1
             self._progress("generating", finished, len(answers))
@@ -240,6 +241,7 @@ class EngineModel(TemplateLM):
         sampling["seed"] = int(sampling.get("seed", 0)) + repeat
         eod, chat = self._text.tokenizer.eod, self._text.chat
         ends = [*(chat.stop_tokens if chat else ()), *(() if eod is None else (eod,))]
+        ends += self._text.ends
         stop = [*until, self._end_text, *(chat.stop if chat else ())]
         prompt = self.tok_encode(context)
         self.cut += len(prompt) > room
@@ -251,12 +253,14 @@ class EngineModel(TemplateLM):
             stop=tuple(dict.fromkeys(filter(None, stop))),
         )
 
-    def _without_special(self, continuation: Continuation, stop: Iterable[str]) -> str:
-        """Return a text without special tokens, which lm-eval's own models leave out too."""
-        if self._special.isdisjoint(continuation.tokens):
-            return continuation.text
+    def _answer(self, continuation: Continuation, stop: Iterable[str]) -> str:
+        """Return a text as lm-eval's own models decode it: by itself, without special tokens."""
         kept = [token for token in continuation.tokens if token not in self._special]
         text = self._text.tokenizer.decode(kept)
+        if len(kept) == len(continuation.tokens):
+            # Decoders of sentencepiece leave out the space of the first word.
+            drops_space = continuation.text.startswith(" ") and not text.startswith(" ")
+            return continuation.text[drops_space:]
         for end in stop:
             text = text.partition(end)[0]
         return text

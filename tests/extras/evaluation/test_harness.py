@@ -9,15 +9,20 @@ import pytest
 from task_files import COUNT, SPLITS, row, write_tasks
 from toy_engine import ToyEngine
 
+from graphtrain.config import load_config
+from graphtrain.config.schema import Config
 from graphtrain.data.prepare.chat_templates import find_template
 from graphtrain.data.tokenizers.byte import ByteTokenizer
+from graphtrain.data.tokenizers.huggingface import HuggingFaceTokenizer
 from graphtrain.errors import DataError
+from graphtrain.run.batch_generation import Continuation
 from graphtrain.run.evaluation.answer_journal import AnswerJournal, NoAnswers
 from graphtrain.run.evaluation.evaluate_tasks import evaluate_tasks
 from graphtrain.run.evaluation.harness_model import EngineModel, TextFormat
 from graphtrain.run.evaluation.loaded_tasks import LoadedTasks, TaskSettings
 from graphtrain.run.evaluation.task_directory import check_directory, fill_script
 from graphtrain.run.evaluation.task_results import metric_values
+from graphtrain.run.evaluation.text_format import ends_of_texts
 from graphtrain.run.serving.chat_format import ChatFormat
 
 # The engine says that a text is impossible where a model would give it a small probability.
@@ -278,3 +283,52 @@ def test_what_ends_an_answer_of_a_conversation_ends_a_text_and_the_penalty_is_ke
     assert "END" in request.stop and "x" in request.stop
     assert request.sampling.repetition_penalty == 1.5
     assert (request.sampling.temperature, request.sampling.top_k) == (0.0, 0)
+
+
+def test_a_text_has_no_space_where_the_decoder_begins_a_text_without_one(journal):
+    import tokenizers
+
+    words = {word: index for index, word in enumerate(["\u2581it", "\u2581is", "\u2581so", "</s>"])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    made.decoder = tokenizers.decoders.Metaspace()
+    made.add_special_tokens(["</s>"])
+    text = TextFormat(HuggingFaceTokenizer(made.to_str().encode()), (0,))
+    model = EngineModel(ToyEngine(), text, journal, lambda *given: None)
+    answers = [Continuation(" is so", (1, 2), "length", 0.0), Continuation("", (), "stop", 0.0)]
+    assert [model._answer(one, ["x"]) for one in answers] == ["is so", ""]
+    assert made.decode([1, 2]) == "is so"  # as lm-eval's own models decode it
+
+
+def test_a_text_ends_at_all_tokens_that_end_it_for_transformers(tmp_path, journal):
+    settings = """
+[program]
+target = "cpu:1"
+model = { layers = 1, embed = 8, heads = 2, mlp = 8, vocab = 264 }
+batch = { global_batch_size = 8, seq_len = 8 }
+[run]
+directory = "run"
+steps = 1
+data = { train = "data" }
+"""
+    folder = tmp_path / "converted" / "hugging_face"
+    folder.mkdir(parents=True)
+    config = load_config(settings, [f'run.init_from="{folder.parent}"'])
+
+    def stop_tokens() -> tuple[int, ...]:
+        engine = ToyEngine(context_length=512)
+        model = EngineModel(engine, _with_ends(config), journal, lambda *given: None)
+        return tuple(model._sequence("a", {"until": ["x"]}, 0, "task").sampling.stop_tokens)
+
+    assert stop_tokens() == (256,)
+    (folder / "config.json").write_text('{"eos_token_id": 7}')
+    assert stop_tokens() == (256, 7)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [256, 8, 9]}')
+    assert stop_tokens() == (256, 8, 9)
+    (folder / "generation_config.json").write_text('{"eos_token_id": ["a"]}')
+    with pytest.raises(DataError, match=r"generation_config.json: eos_token_id = \['a'\] is no"):
+        stop_tokens()
+
+
+def _with_ends(config: Config) -> TextFormat:
+    return TextFormat(TOKENIZER, (), ends=ends_of_texts(config))
