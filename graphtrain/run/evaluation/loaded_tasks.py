@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
 
-from graphtrain.errors import DataError
+from graphtrain.errors import DataError, UserError
 from graphtrain.run.evaluation.code_sandbox import check_available
 from graphtrain.run.evaluation.harness_model import EngineModel
 from graphtrain.run.evaluation.harness_tasks import find_tasks, load_tasks, quiet
@@ -85,10 +86,13 @@ class LoadedTasks:
 
         Returns:
             The results as lm-eval returns them.
+
+        Raises:
+            DataError: lm-eval cannot make prompts or metrics of a row.
         """
         from lm_eval.evaluator import evaluate
 
-        with quiet(), _own_random_numbers():
+        with _errors_of_tasks(self.settings), quiet(), _own_random_numbers():
             python_state, numpy_state = self._random_state
             random.setstate(python_state)
             np.random.set_state(numpy_state)
@@ -135,6 +139,28 @@ def _check_code(tasks: Sequence[TaskData], allow_code: bool) -> None:
             )
     if runs:
         check_available()
+
+
+@contextmanager
+def _errors_of_tasks(settings: TaskSettings) -> Iterator[None]:
+    """Say in one line what lm-eval, or the function of a task, cannot do in the block.
+
+    An error that passes through graphtrain is raised as it is: it is not that of a task.
+    """
+    try:
+        yield
+    except Exception as error:
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+        if isinstance(error, UserError) or any(
+            name.startswith(("graphtrain.", "lowering.")) and name != __name__ for name in modules
+        ):
+            raise
+        word = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+        examples = "" if settings.fewshot is None else f" with {settings.fewshot} examples"
+        raise DataError(
+            f"lm-eval cannot evaluate {', '.join(settings.tasks)}{examples} ({word}); look at the "
+            "rows and at the settings of the task, or leave it out"
+        ) from error
 
 
 @contextmanager

@@ -163,6 +163,16 @@ def test_what_is_missing_is_named(place, tmp_path):
     fails(r"gsm8k: generates up to 256 tokens, which leaves no room", "gsm8k", engine=small)
 
 
+def test_what_lm_eval_cannot_do_is_said_in_one_line(place, monkeypatch):
+    with pytest.raises(
+        DataError, match=r"evaluate agieval_aqua_rat with 1 examples \(AssertionErr"
+    ):
+        evaluated(place, "agieval_aqua_rat", fewshot=1)
+    monkeypatch.setattr(ToyEngine, "score_rows", lambda *given: [].pop())
+    with pytest.raises(IndexError):  # a defect of ours keeps its traceback
+        evaluated(place, "boolq")
+
+
 def test_code_runs_confined(place):
     results = evaluated(place, "humaneval", allow_code=True, limit=2)
     assert results.document["results"]["humaneval"]["pass@1,create_test"] == 0.0
