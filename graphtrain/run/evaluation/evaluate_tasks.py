@@ -124,6 +124,7 @@ def _evaluate_alone(
     began = time.time()
     with AnswerJournal(journal_path) as journal:
         model = EngineModel(engine, text, journal, progress, compute)
+        tasks.check_requests(model)
         results = tasks.evaluate(model, is_chat=text.chat is not None)
     results |= _settings_as_lm_eval(tasks.settings, model.max_length, began)
     samples = results.pop("samples")

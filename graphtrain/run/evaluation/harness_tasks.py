@@ -104,7 +104,8 @@ def _loaded(manager: Any, names: list[str]) -> Any:
     except GraphtrainError:
         raise
     except Exception as error:  # functions of tasks, templates, datasets: nothing in common
-        word = f"{type(error).__name__}: {error}".partition("\n")[0][:500]
+        cause = error.__cause__ or error  # `datasets` says what is wrong in the cause alone
+        word = f"{type(cause).__name__}: {cause}".partition("\n")[0][:500]
         raise DataError(
             f"the tasks {', '.join(names)} cannot be loaded from their data ({word}); "
             "graphtrain data tasks checks it"

@@ -17,6 +17,7 @@ from graphtrain.run.evaluation.code_sandbox import check_available
 from graphtrain.run.evaluation.harness_model import EngineModel
 from graphtrain.run.evaluation.harness_tasks import find_tasks, load_tasks, quiet
 from graphtrain.run.evaluation.task_data import TaskData
+from graphtrain.run.evaluation.task_rows import check_rows
 
 SEED = 1234  # of the choice of examples; that of lm-eval
 RANDOM_SEED = 0
@@ -59,8 +60,11 @@ class LoadedTasks:
             self._loaded = load_tasks(settings.tasks, tasks, catalog, scratch)
             self._set_examples()
             for task in tasks:
+                loaded = self._tasks[task.task.name]
                 if not task.has_files_of_its_own:
-                    task.check_files(self._tasks[task.task.name].get_config("num_fewshot"))
+                    task.check_files(loaded.get_config("num_fewshot"))
+                place = str(task.files.get(task.evaluated, f"the split {task.evaluated}"))
+                check_rows(loaded, task.task.name, place, settings.limit)
             self._random_state = random.getstate(), np.random.get_state()
         self.digests = {task.task.name: task.digests() for task in tasks}
 

@@ -169,6 +169,8 @@ class TaskData:
     def _rows(self, path: Path, cache: Path) -> int:
         import datasets
 
+        if not path.stat().st_size:
+            raise DataError(f"{path}: has no rows")
         try:
             table = datasets.load_dataset(
                 _SUFFIXES[path.suffix], data_files=str(path), cache_dir=str(cache), split="train"
@@ -193,14 +195,13 @@ class TaskData:
         return len(table)
 
     def _find(self, split: str) -> Path | None:
-        for folder in self.folders:
-            candidates = (folder / f"{split}{suffix}" for suffix in _SUFFIXES)
-            if found := [path for path in candidates if path.is_file()]:
-                if len(found) > 1:
-                    names = " and ".join(str(path) for path in found)
-                    raise DataError(f"{self.task.name}: {names} are the same split; remove one")
-                return found[0]
-        return None
+        names = [f"{split}{suffix}" for suffix in _SUFFIXES]
+        candidates = [folder / name for folder in self.folders for name in names]
+        found = {path.resolve(): path for path in reversed(candidates) if path.is_file()}
+        if len(found) > 1:
+            both = " and ".join(str(path) for path in reversed(found.values()))
+            raise DataError(f"{self.task.name}: {both} are the same split; remove one")
+        return next(iter(found.values()), None)
 
     def _missing(self, split: str) -> str:
         named = dict.fromkeys((self.folders[0], self.folders[-1]))

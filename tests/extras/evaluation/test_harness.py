@@ -159,8 +159,44 @@ def test_what_is_missing_is_named(place, tmp_path):
     fails(f"{unconfined} runs code .* by its own means", unconfined, allow_code=True)
     (file.parent / "validation.parquet").touch()
     fails("validation.jsonl and .*validation.parquet are the same split", "boolq")
+    (file.parent / "validation.parquet").unlink()
+    (place / "tasks" / "super_glue" / "boolq").mkdir(parents=True)
+    (place / "tasks" / "super_glue" / "boolq" / "validation.jsonl").touch()
+    fails("boolq/validation.jsonl and .*super_glue/boolq/validation.jsonl are the same", "boolq")
+    (place / "tasks" / "super_glue" / "boolq" / "validation.jsonl").unlink()
+    file.write_text("")
+    fails("validation.jsonl: has no rows", "boolq")
     small = ToyEngine(context_length=200, chunk=64)
-    fails(r"gsm8k: generates up to 256 tokens, which leaves no room", "gsm8k", engine=small)
+    fails(r"gsm8k: generates up to 256 tokens, which leaves no room", "agieval_aqua_rat", "gsm8k",
+          engine=small)  # fmt: skip
+    assert small.calls == []  # found before anything is computed
+
+
+@pytest.mark.parametrize(
+    ("task", "changed", "message"),
+    [
+        ("boolq", {"label": 2}, "answer 2 is none of the 2 choices"),
+        ("boolq", {"label": -1}, "answer -1 is none of the 2 choices; test sets whose"),
+        ("boolq", {"label": None}, "no field 'label'"),
+        ("mmlu_anatomy", {"answer": 4}, "answer 4 is none of the 4 choices"),
+        ("mmlu_anatomy", {"choices": ["a", "b"]}, "the task cannot read it (UndefinedError: list"),
+        (
+            "ceval-valid_law",
+            {"answer": "E"},
+            "the task cannot read it (ValueError: 'E' is not in list)",
+        ),
+        ("agieval_aqua_rat", {"gold": [0, 7]}, "answer 7 is none of the 2 choices"),
+    ],
+)
+def test_a_row_that_no_score_can_be_made_of_is_named(place, task, changed, message):
+    file = place / "tasks" / task / f"{SPLITS[task][-1]}.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[2] |= changed
+    file.write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+    with pytest.raises(DataError) as raised:
+        evaluated(place, task)
+    told = str(raised.value)
+    assert str(file) in told and "row 3" in told and message in told
 
 
 def test_what_lm_eval_cannot_do_is_said_in_one_line(place, monkeypatch):
