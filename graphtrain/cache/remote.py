@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ _MAX_RETRIES, _RETRY_DELAY_SECONDS = (
     0.1,
 )  # retries of interrupted responses, and seconds between them
 _MAX_ERROR_LENGTH = 600  # characters of an error message; S3 sends XML, web servers entire pages
+_PART_BYTES = 8 << 20  # of an upload in parts, and of what is read at once
+_CONCURRENT_PARTS = 4  # of one file
+Consume = Callable[[bytes], object]  # called with each part of an object
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
@@ -30,7 +34,12 @@ class ObjectStore:
     """Object store; each object is written atomically."""
 
     def __init__(
-        self, url: str, retry_seconds: float = RETRY_SECONDS, *, create: bool = True
+        self,
+        url: str,
+        retry_seconds: float = RETRY_SECONDS,
+        *,
+        create: bool = True,
+        endpoint: str | None = None,
     ) -> None:
         """Open a store; credentials and endpoints come from its usual environment variables.
 
@@ -38,6 +47,8 @@ class ObjectStore:
             url: path of a directory, or a URL.
             retry_seconds: seconds for which failed requests are retried.
             create: create the directory if it does not exist.
+            endpoint: URL of a server with the interface of the store, in place of that of the
+                environment.
 
         Raises:
             CacheError: unsupported URL, no such directory, or obstore is not installed.
@@ -46,7 +57,7 @@ class ObjectStore:
         self._is_web = url.startswith(("http://", "https://"))
         self._patience = retry_seconds if "://" in url else 0.0  # retrying a local disk is useless
         self._directory = None if "://" in url else Path(url).expanduser().absolute()
-        self._store = _open(url, retry_seconds, create)
+        self._store = _open(url, retry_seconds, create, endpoint)
 
     @property
     def is_directory(self) -> bool:
@@ -92,16 +103,96 @@ class ObjectStore:
             except _TransientError as error:
                 patience.wait_or_raise(error)
 
+    def stream(self, name: str, size: int, begin: Callable[[], Consume]) -> None:
+        """Read a large object in parts, from its beginning again where reading breaks off.
+
+        Args:
+            name: name of the object.
+            size: size that it should have.
+            begin: called at each beginning; returns what is called with each part.
+
+        Raises:
+            UnusableObject: the object does not exist, or has another size.
+            CacheError: the object cannot be read.
+        """
+        patience = _RetryLimit(self._patience)
+        while True:
+            try:
+                consume = begin()
+                for part in self._parts(name, size):
+                    patience.extend(self._patience)
+                    consume(part)
+                return
+            except _TransientError as error:
+                patience.wait_or_raise(error)
+
+    def _parts(self, name: str, size: int) -> Iterator[bytes]:
+        import obstore
+
+        self._refuse_special_file(name)
+        label = f"{self.url.rstrip('/')}/{name}"
+        with _store_errors(self.url, "read", name):
+            try:
+                found = obstore.get(self._store, name)
+            except FileNotFoundError:
+                raise UnusableObject(f"{label} is missing") from None
+            if found.meta["size"] != size:
+                raise UnusableObject(f"{label} has {found.meta['size']} bytes instead of {size}")
+            parts = iter(found.stream(min_chunk_size=_PART_BYTES))
+        while True:
+            with _store_errors(self.url, "read", name):
+                part = next(parts, None)
+            if part is None:
+                return
+            yield bytes(part)
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Create or replace an object with the content of a file, in parts if it is large.
+
+        Raises:
+            CacheError: the object cannot be written.
+        """
+        self._put(name, path)
+
+    def _put(self, name: str, content: Path | bytes) -> None:
+        """Write an object; again where an answer was lost.
+
+        The client repeats the last request of an upload in parts, which the store may have carried
+        out: then it answers that there is no such upload.
+        """
+        import obstore
+
+        patience = _RetryLimit(self._patience)
+        parts: Any = {"chunk_size": _PART_BYTES, "max_concurrency": _CONCURRENT_PARTS}
+        while True:
+            try:
+                with _store_errors(self.url, "write", name):
+                    obstore.put(self._store, name, content, **parts)
+                return
+            except CacheError as error:
+                is_lost = isinstance(error.__cause__, FileNotFoundError)
+                if not (is_lost and self._patience) and not isinstance(error, _TransientError):
+                    raise
+                patience.wait_or_raise(error)
+
+    def delete(self, name: str) -> None:
+        """Delete an object; do nothing if it does not exist.
+
+        Raises:
+            CacheError: the object cannot be deleted.
+        """
+        import obstore
+
+        with _store_errors(self.url, "delete", name), suppress(FileNotFoundError):
+            obstore.delete(self._store, name)
+
     def put(self, name: str, data: bytes) -> None:
         """Create or replace an object.
 
         Raises:
             CacheError: the object cannot be written.
         """
-        import obstore
-
-        with _store_errors(self.url, "write", name):
-            obstore.put(self._store, name, data)
+        self._put(name, data)
 
     def _list(self, prefix: str, after: str | None) -> Iterator[str]:
         import obstore
@@ -157,7 +248,7 @@ class ObjectStore:
             raise UnusableObject(f"{self._directory / name} is not a regular file")
 
 
-def _open(url: str, patience: float, make: bool) -> Any:
+def _open(url: str, patience: float, make: bool, endpoint: str | None) -> Any:
     with optional_import(url):
         from obstore.store import LocalStore, from_url
     with _store_errors(url, "open", ""):
@@ -168,12 +259,18 @@ def _open(url: str, patience: float, make: bool) -> Any:
             elif not path.is_dir():
                 raise CacheError(f"{url}: no such directory")
             return LocalStore(path)
-        return from_url(url, client_options=_client(url), retry_config=_retries(patience))
+        named: Any = {"endpoint": endpoint} if endpoint else None
+        return from_url(
+            url,
+            config=named,
+            client_options=_client(url, endpoint),
+            retry_config=_retries(patience),
+        )
 
 
-def _client(url: str) -> Any:
+def _client(url: str, endpoint: str | None) -> Any:
     """Return client options: one hour per transfer, but at most one minute without data."""
-    endpoints = [url, *(os.environ.get(name, "") for name in _ENDPOINTS)]
+    endpoints = [endpoint or "", url, *(os.environ.get(name, "") for name in _ENDPOINTS)]
     return {
         "allow_http": any(endpoint.startswith("http://") for endpoint in endpoints),
         "read_timeout": timedelta(minutes=1),
@@ -204,6 +301,10 @@ class _RetryLimit:
     def reset(self) -> None:
         """Reset the number of retries after progress."""
         self._tries = 0
+
+    def extend(self, seconds: float) -> None:
+        """Allow so many seconds from now, after progress; the number of retries stays."""
+        self._until = time.monotonic() + seconds
 
     def wait_or_raise(self, error: Exception) -> None:
         """Wait before the next attempt, or raise the error if the limit is reached."""
