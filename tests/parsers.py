@@ -24,6 +24,12 @@ from graphtrain.cache.bundles import read as read_bundle
 from graphtrain.cache.key import CacheKey
 from graphtrain.checkpoints.info import check_same_model, read_checkpoint_info
 from graphtrain.checkpoints.manifest import verify_files, write_manifest
+from graphtrain.checkpoints.remote_manifest import (
+    DamagedRemoteCheckpoint,
+    RemoteFile,
+    RemoteManifest,
+    decode_manifest,
+)
 from graphtrain.checkpoints.strategy import read_json as read_strategy
 from graphtrain.checkpoints.strategy import write_json as write_strategy
 from graphtrain.config import load_config
@@ -57,6 +63,7 @@ from graphtrain.weights.writer import SafetensorsWriter
 from lowering.artifact import Artifact
 from lowering.machine.leases import LeaseTiming
 from lowering.neuron.persistent_cache import flags
+from sharding_rules.documents import read_bytes
 from sharding_rules.rules import Rules
 
 CONFIG = """
@@ -145,7 +152,7 @@ def damage_copy(name: str, sound: Path, copy: Path, random: Random) -> str:
     if random.random() < 0.5 and all(path.is_file() for path in paths):
         try:
             parser.seal(copy)
-        except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
             done.append("not sealed")
         else:
             done.append("sealed")
@@ -322,6 +329,27 @@ def _seal_checkpoint(directory: Path) -> None:
 
 def _seal_manifest(directory: Path) -> None:
     _seal_json(directory / "run" / "checkpoints" / "4" / "manifest.json")
+
+
+def _write_remote(directory: Path) -> None:
+    file = RemoteFile(5, "0" * 64)
+    manifest = RemoteManifest(
+        4,
+        "2026-01-31T12:00:00Z",
+        "v1/files/4-1-00000000",
+        {"state/d": file},
+        {"metrics.jsonl": file},
+    )
+    (directory / "4.json").write_bytes(manifest.encode())
+
+
+def _read_remote(directory: Path) -> None:
+    try:
+        manifest = decode_manifest(read_bytes(directory / "4.json"), 4)
+    except (OSError, ValueError) as error:  # a store gives bytes, or a CacheError
+        raise DamagedRemoteCheckpoint("store", 4, str(error)) from error
+    assert all(name.startswith("v1/files/4-") for name in manifest.objects())
+    assert manifest.nbytes >= 0
 
 
 def _read_checkpoint(directory: Path) -> None:
@@ -537,6 +565,9 @@ PARSERS = {
     ),
     "manifest": Parser(
         _write_checkpoint, _read_checkpoint, _seal_manifest, ("run/**/manifest.json", "run/**/d"),
+    ),
+    "remote manifest": Parser(
+        _write_remote, _read_remote, lambda folder: _seal_json(folder / "4.json")
     ),
     "metrics": Parser(_write_journal, _read_journal),
     "preparation": Parser(

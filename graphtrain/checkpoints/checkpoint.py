@@ -21,7 +21,7 @@ from graphtrain.checkpoints.manifest import (
     verify_files,
     write_manifest,
 )
-from graphtrain.checkpoints.steps import lowest_loss, saved_validation_losses
+from graphtrain.checkpoints.steps import Retention, saved_validation_losses
 from graphtrain.checkpoints.storage_errors import checkpoint_errors
 from graphtrain.config.schema import Program
 from graphtrain.errors import TrainingError
@@ -54,32 +54,43 @@ def check_directory(directory: Path) -> None:
         )
 
 
+def quarantine_path(run_directory: Path, step: int) -> Path:
+    """Return a new path in the folder `quarantine` of a run, which is created.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
+    folder, number = run_directory / "quarantine", 1
+    folder.mkdir(exist_ok=True)
+    while (path := folder / f"{step}-{number}").exists():
+        number += 1
+    return path
+
+
 class Checkpoints:
     """Checkpoints of one run, saved in the background."""
 
     def __init__(
         self,
         directory: Path,
-        max_to_keep: int,
+        retention: Retention,
         layer_order: LayerOrder | None = None,
         *,
-        keep_best: bool = False,
-        keep_every: int | None = None,
+        steps_in_use: Callable[[], set[int]] = set,
     ) -> None:
         """Open the checkpoints in a directory, which the first save creates.
 
         Args:
             directory: The directory of the checkpoints, with one subdirectory for each step.
-            max_to_keep: Number of checkpoints to retain; older ones are deleted.
+            retention: Which checkpoints to retain; others are deleted.
             layer_order: Order of the layer rows. Without it, checkpoints with another order cannot
                 be restored.
-            keep_best: Whether to retain the checkpoint with the lowest validation loss too.
-            keep_every: Retain every checkpoint whose step is a multiple of this too.
+            steps_in_use: Returns the steps that must not be deleted now, because they are uploaded.
         """
-        self._keep_best, self._keep_every = keep_best, keep_every
+        self._retention = retention
+        self._steps_in_use = steps_in_use
         self._named = directory  # as in messages
         self._directory = directory.absolute()  # Orbax requires an absolute path
-        self._keep = max_to_keep
         self._layer_order = layer_order
         self._opened: Any = None
         self._validation_losses: dict[int, float] = {}
@@ -180,13 +191,9 @@ class Checkpoints:
             TrainingError: it cannot be moved.
         """
         source = self._directory / damaged.checkpoint_path.name
-        folder = self._named.parent / "quarantine"
-        number = 1
-        while (destination := folder / f"{source.name}-{number}").exists():
-            number += 1
-        if distributed.rank() == 0:
-            with checkpoint_errors(damaged.checkpoint_path, "moved; move it away by hand"):
-                folder.mkdir(exist_ok=True)
+        with checkpoint_errors(damaged.checkpoint_path, "moved; move it away by hand"):
+            destination = quarantine_path(self._named.parent, int(source.name))
+            if distributed.rank() == 0:
                 os.rename(source, destination)
         distributed.all_gather_text("")  # until it is moved
         if self._opened is not None:
@@ -254,13 +261,8 @@ class Checkpoints:
 
     def _kept_steps(self, steps: list[int]) -> set[int]:
         """Return those of the steps whose checkpoints are retained."""
-        kept = set(sorted(steps)[-self._keep :])
-        losses = {step: loss for step, loss in self._validation_losses.items() if step in steps}
-        if self._keep_best and losses:
-            kept.add(lowest_loss(losses))
-        if self._keep_every:
-            kept.update(step for step in steps if step % self._keep_every == 0)
-        return kept
+        losses = {step: self._validation_losses.get(step) for step in steps}
+        return self._retention.kept(losses) | self._steps_in_use()
 
     def _restore(self, step: int, **items: Any) -> Any:
         import orbax.checkpoint as ocp
@@ -274,7 +276,7 @@ class Checkpoints:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._errors = private_orbax.background_errors()
             registry = private_orbax.whole_shard_handlers()
-            if self._keep_best:
+            if self._retention.best:
                 # A damaged checkpoint is reported when it is used.
                 self._validation_losses = saved_validation_losses(
                     self._directory, skip_damaged=True
@@ -331,7 +333,7 @@ def restore_parameters(
         verify_files(directory / str(step), only="about/")
         info = read_checkpoint_info(directory, step)
         check_same_model(directory / str(step), info, program)
-    checkpoints = Checkpoints(directory, 1, layer_order)
+    checkpoints = Checkpoints(directory, Retention(1), layer_order)
     try:
         return checkpoints.restore(step, {"parameters": described}).state["parameters"]
     finally:

@@ -5,7 +5,7 @@ its time. It is no protection against an attacker, who could as well write anoth
 versions recorded SHA-256, which is still verified.
 
 It is written into the directory of the step before Orbax renames it, so a complete checkpoint has
-one. Orbax's own notes on the directory (`_UNVERIFIED`) are written after it, and are not used.
+one. Orbax's own notes on the directory (`UNVERIFIED`) are written after it, and are not used.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from sharding_rules.documents import read_object
 
 NAME = "manifest.json"
 _VERSION = 2
-_UNVERIFIED = {NAME, "_CHECKPOINT_METADATA", "commit_success.txt"}
+UNVERIFIED = (NAME, "_CHECKPOINT_METADATA", "commit_success.txt")
 _THREADS = min(8, os.cpu_count() or 1)
 
 
@@ -83,6 +83,25 @@ def write_manifest(
     content["digest"] = json_digest(content)
     with atomic_write(manifest or directory / NAME) as file:
         file.write((json.dumps(content, indent=1) + "\n").encode())
+
+
+def recorded_files(directory: Path) -> dict[str, int]:
+    """Return the size of each file of a checkpoint by its name, as its manifest records them.
+
+    Raises:
+        DamagedCheckpoint: the manifest is missing or damaged.
+    """
+    files = _read_manifest(directory, directory / NAME)
+    return {name: file["size"] for name, file in files.items()}
+
+
+def recorded_digests(directory: Path) -> dict[str, dict[str, object]]:
+    """Return size and digest of each file of a checkpoint by its name, as its manifest records.
+
+    Raises:
+        DamagedCheckpoint: the manifest is missing or damaged.
+    """
+    return {name: dict(file) for name, file in _read_manifest(directory, directory / NAME).items()}
 
 
 def verify_files(
@@ -167,7 +186,7 @@ def _shares(files: dict[str, _File], parts: int) -> Sequence[set[str]]:
 def _file_names(directory: Path) -> list[str]:
     paths = (path for path in directory.rglob("*") if path.is_file())
     names = (path.relative_to(directory).as_posix() for path in paths)
-    return sorted(name for name in names if name not in _UNVERIFIED)
+    return sorted(name for name in names if name not in UNVERIFIED)
 
 
 def _entry(path: Path) -> _File:

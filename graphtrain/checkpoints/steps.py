@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -65,6 +66,25 @@ def best_step(directory: Path) -> int:
             "every evaluation with a lower loss)"
         )
     return lowest_loss(losses)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Rule for the checkpoints that are kept when others are deleted."""
+
+    newest: int  # number of newest ones
+    best: bool = False  # that of the lowest validation loss too
+    every: int | None = None  # those whose step is a multiple of this too
+
+    def kept(self, losses: Mapping[int, float | None]) -> set[int]:
+        """Return the steps that are kept, of those with their validation losses."""
+        kept = set(sorted(losses)[-self.newest :])
+        evaluated = {step: loss for step, loss in losses.items() if loss is not None}
+        if self.best and evaluated:
+            kept.add(lowest_loss(evaluated))
+        if self.every:
+            kept.update(step for step in losses if step % self.every == 0)
+        return kept
 
 
 def lowest_loss(losses: Mapping[int, float]) -> int:

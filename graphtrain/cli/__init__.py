@@ -25,6 +25,7 @@ from lowering.machine.extras import is_optional, missing_extra
 _COMMAND_HELP = {
     "cache": "List, explain, verify, share and remove compiled programs.",
     "chat": "Chat with a run in the terminal.",
+    "checkpoints": "List, show, verify, copy and remove the checkpoints of a run.",
     "compare": "Find the first difference between two dumps.",
     "compile": "Compile every graph of a run into the cache, in parallel.",
     "config": "Check or show a configuration; print the reference of settings.",

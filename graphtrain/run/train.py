@@ -17,6 +17,7 @@ from graphtrain.cache import Cache
 from graphtrain.checkpoints.checkpoint import Checkpoints, RestoredState, check_directory
 from graphtrain.checkpoints.layer_order import layer_order_of
 from graphtrain.checkpoints.output_directory import write_errors
+from graphtrain.checkpoints.steps import Retention
 from graphtrain.config import render
 from graphtrain.config.phases import TrainingPhase
 from graphtrain.config.resolve import ResolvedProgram
@@ -308,10 +309,8 @@ def _open_checkpoints(program: ResolvedProgram, run: Run, stack: ExitStack) -> C
     settings = run.checkpoints
     checkpoints = Checkpoints(
         Path(run.directory) / "checkpoints",
-        settings.keep,
+        Retention(settings.keep, settings.keep_best, settings.keep_every),
         layer_order_of(program),
-        keep_best=settings.keep_best,
-        keep_every=settings.keep_every,
     )
     stack.callback(checkpoints.close)
     return checkpoints

@@ -41,6 +41,7 @@ def main() -> None:
 
     from graphtrain.checkpoints import checkpoint
     from graphtrain.checkpoints.manifest import verify_files
+    from graphtrain.checkpoints.steps import Retention
 
     side = int((arguments.megabytes * 1e6 / 4 / _ARRAYS) ** 0.5)
     random = np.random.default_rng(0)
@@ -54,7 +55,7 @@ def main() -> None:
         for name, array in state.items()
     }
     with tempfile.TemporaryDirectory(dir=arguments.directory) as place:
-        checkpoints = checkpoint.Checkpoints(Path(place) / "checkpoints", 1)
+        checkpoints = checkpoint.Checkpoints(Path(place) / "checkpoints", Retention(1))
         checkpoints.save(1, state, {"step": 1})
         checkpoints.wait()
         path = Path(place) / "checkpoints" / "1"

@@ -15,6 +15,7 @@ from torch_families import imported
 import lowering
 from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters
 from graphtrain.checkpoints.layer_order import layer_order_of
+from graphtrain.checkpoints.steps import Retention
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh, PipelineSettings, TorchModel
 from graphtrain.errors import TrainingError
@@ -168,7 +169,7 @@ def test_a_checkpoint_goes_into_other_stages_and_to_a_folder_and_back(folder, tm
         of: jax.tree.map(jnp.asarray, stored(of, whole))
         for of in (uneven, rounds, one_device(uneven))
     }
-    saving = Checkpoints(tmp_path, 1, layer_order_of(resolve(uneven)))
+    saving = Checkpoints(tmp_path, Retention(1), layer_order_of(resolve(uneven)))
     saving.save(1, {"parameters": kept[uneven]}, {})
     saving.close()
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters
-from graphtrain.checkpoints.steps import saved_steps
+from graphtrain.checkpoints.steps import Retention, saved_steps
 from graphtrain.errors import TrainingError
 
 
@@ -24,7 +24,7 @@ def described(tree):
 
 def test_what_was_saved_is_restored_whole_or_in_part(tmp_path):
     saved = state()
-    checkpoints = Checkpoints(tmp_path, max_to_keep=2)
+    checkpoints = Checkpoints(tmp_path, Retention(2))
     checkpoints.save(3, saved, {"step": 3})
     checkpoints.wait()
     restored = checkpoints.restore(3, described(saved))
@@ -36,7 +36,7 @@ def test_what_was_saved_is_restored_whole_or_in_part(tmp_path):
 
 
 def test_only_the_newest_are_kept(tmp_path):
-    checkpoints = Checkpoints(tmp_path, max_to_keep=2)
+    checkpoints = Checkpoints(tmp_path, Retention(2))
     for step in (1, 2, 3):
         checkpoints.save(step, state(), {})
     checkpoints.close()
@@ -44,7 +44,7 @@ def test_only_the_newest_are_kept(tmp_path):
 
 
 def test_steps_that_are_a_multiple_are_kept_beside_the_newest(tmp_path):
-    checkpoints = Checkpoints(tmp_path, max_to_keep=1, keep_every=2)
+    checkpoints = Checkpoints(tmp_path, Retention(1, every=2))
     for step in (1, 2, 3, 4, 5):
         checkpoints.save(step, state(), {})
     checkpoints.close()
@@ -52,7 +52,7 @@ def test_steps_that_are_a_multiple_are_kept_beside_the_newest(tmp_path):
 
 
 def test_arrays_of_another_program_are_named(tmp_path):
-    checkpoints = Checkpoints(tmp_path, max_to_keep=1)
+    checkpoints = Checkpoints(tmp_path, Retention(1))
     checkpoints.save(1, state(), {})
     checkpoints.wait()
     with pytest.raises(
@@ -67,7 +67,7 @@ def test_a_full_disk_is_one_error_and_keeps_the_last_checkpoint(tmp_path, capfd)
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("a small file system cannot be mounted here")
     try:
-        checkpoints = Checkpoints(tmp_path / "run", max_to_keep=2)
+        checkpoints = Checkpoints(tmp_path / "run", Retention(2))
         checkpoints.save(1, state(), {})
         checkpoints.wait()
         checkpoints.save(2, state(rows=4096), {})

@@ -8,7 +8,7 @@ import pytest
 
 from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters
 from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files, write_manifest
-from graphtrain.checkpoints.steps import saved_steps
+from graphtrain.checkpoints.steps import Retention, saved_steps
 from graphtrain.files import json_digest
 
 STATE = {"parameters": {"head": np.random.default_rng(0).random((64, 64), np.float32)}}
@@ -16,7 +16,7 @@ NOT_READ = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # Orbax's notes, afte
 
 
 def save(directory, steps=(1,)):
-    checkpoints = Checkpoints(directory, max_to_keep=3)
+    checkpoints = Checkpoints(directory, Retention(3))
     for step in steps:
         checkpoints.save(step, jax.device_put(STATE), {"step": step})
     checkpoints.close()
@@ -41,7 +41,7 @@ def flip(path, position):
 
 
 def restore(directory, step):
-    checkpoints = Checkpoints(directory, max_to_keep=3)
+    checkpoints = Checkpoints(directory, Retention(3))
     try:
         return checkpoints.restore(step, described()).state["parameters"]["head"]
     finally:
@@ -107,7 +107,7 @@ def test_ranks_share_the_files(tmp_path):
 def test_a_quarantined_checkpoint_can_be_saved_again(tmp_path):
     directory = tmp_path / "run" / "checkpoints"
     save(directory, (1, 2))
-    checkpoints = Checkpoints(directory, max_to_keep=3)
+    checkpoints = Checkpoints(directory, Retention(3))
     checkpoints.restore(2, described())
     moved = checkpoints.quarantine(DamagedCheckpoint(directory / "2", "state/x differs"))
     assert saved_steps(directory) == [1] and moved == tmp_path / "run" / "quarantine" / "2-1"

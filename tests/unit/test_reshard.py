@@ -122,14 +122,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / name).mkdir()
         (path / name / "config.toml").write_text(render(Config(program=one, run=run)))
         (path / name / "metrics.jsonl").write_text("{}\n")
-        checkpoints = Checkpoints(path / name / "checkpoints", 2, layer_order_of(resolve(one)))
+        checkpoints = Checkpoints(
+            path / name / "checkpoints", Retention(2), layer_order_of(resolve(one))
+        )
         checkpoints.save(7, state_of(name), {"epoch": 3})
         checkpoints.close()
     return path
 
 
 def restore(directory: Path, name: str) -> dict:
-    checkpoints = Checkpoints(directory / "checkpoints", 2, layer_order_of(resolve(PROGRAMS[name])))
+    checkpoints = Checkpoints(
+        directory / "checkpoints", Retention(2), layer_order_of(resolve(PROGRAMS[name]))
+    )
     saved = checkpoints.restore(7, describe(name))
     checkpoints.close()
     assert (saved.step, saved.data_position) == (7, {"epoch": 3})
@@ -213,6 +217,7 @@ import os, signal, sys
 from pathlib import Path
 from graphtrain.checkpoints.layer_rows import StackedArray
 from graphtrain.checkpoints.reshard import reshard
+from graphtrain.checkpoints.steps import Retention
 
 def kill(done, count):
     if done == count // 2:
