@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from graphtrain.cache.key import CacheKey
@@ -18,6 +20,7 @@ from lowering.xla import distributed
 from sharding_rules.errors import UserError
 
 T = TypeVar("T")
+_LONG_ACTION_SECONDS = 10.0  # after which the ranks agree that rank 0 still works
 
 
 def on_all_ranks(action: Callable[[], T]) -> T:
@@ -50,6 +53,31 @@ def on_all_ranks(action: Callable[[], T]) -> T:
             error = MissingProgram if kind == "MissingProgram" else TrainingError
             raise error(f"{distributed.names([rank])}: {message}")
     return result  # pyright: ignore[reportReturnType]
+
+
+def on_rank_zero(action: Callable[[], None], wait: Callable[[], None]) -> None:
+    """Run a long `action` on rank 0 while the others wait. If it raises a user error, all do.
+
+    Args:
+        action: what rank 0 does.
+        wait: called on every rank now and then meanwhile.
+
+    Raises:
+        TrainingError: it failed on rank 0; there, its own error.
+    """
+    if distributed.count() == 1:
+        action()
+        return
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(action) if distributed.rank() == 0 else None
+        while True:
+            if started is not None:
+                futures.wait([started], timeout=_LONG_ACTION_SECONDS)
+            is_over = started is None or started.done()
+            if distributed.all_gather_text("over" if is_over else "")[0]:
+                break
+            wait()
+    on_all_ranks(lambda: started.result() if started is not None else None)
 
 
 def check_same_checkpoints(directory: str, steps: list[int]) -> None:

@@ -55,6 +55,7 @@ METRICS = {
     "mfu": "model FLOP utilization, with attention scores counted in full; null if unknown",
     "mfu_causal": "the same, with the half of the scores that a causal mask leaves",
     "memory_bytes": "memory in use on the fullest device of rank 0; on a CPU, of its process",
+    "upload_lag_steps": "steps since the newest checkpoint in run.checkpoints.remote",
     "validation_loss": "mean loss of the validation data; in a record of its own, with step",
     "TASK/METRIC": "score on a task of run.tasks, for example boolq/acc; in a record of its own",
 }

@@ -181,7 +181,7 @@ class Resumption:
 
 
 def check_identity(
-    path: Path, info: CheckpointInfo, identity: Mapping[str, Any], allowed: Sequence[str]
+    path: Path | str, info: CheckpointInfo, identity: Mapping[str, Any], allowed: Sequence[str]
 ) -> None:
     """Check that a checkpoint is of the same run, except for permitted changes.
 

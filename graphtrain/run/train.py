@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ from graphtrain.run.loop import (
 from graphtrain.run.metrics import Journal, Record, has_scores, read_journal
 from graphtrain.run.phases import PhasePrograms, PhaseSequence, index_of_phase, remaining_phases
 from graphtrain.run.programs import LoadedPrograms
+from graphtrain.run.remote_tier import fetch_checkpoint, finish_uploads, open_uploads
 from graphtrain.run.resume import (
     Resumption,
     batch_changed,
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from graphtrain.run.training_engine import TrainingEngine
     from graphtrain.run.training_samples import TrainingSamples
     from graphtrain.run.training_tasks import TrainingTasks
+    from graphtrain.run.uploads import Uploads
 
 
 def train(
@@ -106,7 +108,9 @@ def train(
     check_directory(directory)
     is_rank_zero = distributed.rank() == 0  # rank 0 writes the files that all ranks share
     log = RunLog(directory, run.steps, run.report_every)
-    notify_callbacks = partial(notify, [log, *callbacks] if is_rank_zero else ())
+    uploads = open_uploads(run, log)
+    observers = [log, *([uploads] if uploads else []), *callbacks]
+    notify_callbacks = partial(notify, observers if is_rank_zero else ())
     with ExitStack() as stack:
         stack.enter_context(log.recording())
         watchdog = stack.enter_context(watched(run.watchdog, directory))
@@ -116,6 +120,7 @@ def train(
         config = Config(program=program.run_settings, run=run)
         identity = partial(identity_of, config)
         on_all_ranks(identity)  # which reads descriptions of datasets
+        fetch_checkpoint(run, identity, allowed_changes, watchdog, log, fresh=fresh)
         resumption = Resumption(directory, identity, allowed_changes, fresh=fresh)
         saved = bool(resumption.steps)
         history = recorded_history(directory, resumption.start)
@@ -144,7 +149,9 @@ def train(
         stack.enter_context(lowering.backend(program.target).forbid_tracing())
         prefaulted_bytes = prefault.stop()
         baseline_bytes = host.reset_peak() - prefaulted_bytes
-        checkpoints = _open_checkpoints(program, run, stack)
+        if uploads is not None:
+            stack.callback(uploads.close)
+        checkpoints = _open_checkpoints(program, run, stack, uploads)
         restored = None
         if saved:
             restored = resumption.restore(checkpoints, programs["train"].inputs("state"))
@@ -186,6 +193,7 @@ def train(
                 notify_callbacks,
                 stack,
                 samples,
+                uploads.measure if uploads else _measure_nothing,
             )
             if is_rank_zero
             else _discard_journal
@@ -208,7 +216,9 @@ def train(
         )
         startup.resume_garbage_collection()
         with watchdog.reporting_errors():
-            return loop.run_steps(state, evaluate_first=evaluation_owed, score_first=scores_owed)
+            summary = loop.run_steps(state, evaluate_first=evaluation_owed, score_first=scores_owed)
+            finish_uploads(run, uploads, watchdog, summary.steps)
+            return summary
 
 
 def needed_graphs(run: Run, *, resuming: bool) -> list[str]:
@@ -305,12 +315,15 @@ def _open_tasks(
     return TrainingTasks(*open_tasks(config, tasks, engine.context_length, scratch), engine)
 
 
-def _open_checkpoints(program: ResolvedProgram, run: Run, stack: ExitStack) -> Checkpoints:
+def _open_checkpoints(
+    program: ResolvedProgram, run: Run, stack: ExitStack, uploads: Uploads | None
+) -> Checkpoints:
     settings = run.checkpoints
     checkpoints = Checkpoints(
         Path(run.directory) / "checkpoints",
         Retention(settings.keep, settings.keep_best, settings.keep_every),
         layer_order_of(program),
+        steps_in_use=uploads.steps_in_use if uploads else set,
     )
     stack.callback(checkpoints.close)
     return checkpoints
@@ -373,6 +386,7 @@ def _open_journal(
     notify_callbacks: Notify,
     stack: ExitStack,
     samples: TrainingSamples | None,
+    measure: Callable[[int], Record],
 ) -> tuple[Report, JournalPosition]:
     """Write config.toml, its record and the Hugging Face files, and open the journal of metrics.
 
@@ -401,12 +415,19 @@ def _open_journal(
     notify_callbacks("on_run_start", RunStart(config, directory, start, parameters))
 
     def write(record: Record) -> None:
+        if "loss" in record:
+            record = {**record, **measure(int(record["step"] or 0))}
         record = journal.write(record)
         event = "on_step" if "loss" in record else "on_evaluate"
         metrics = {name: value for name, value in record.items() if name != "step"}
         notify_callbacks(event, record["step"], metrics)
 
     return write, journal.position
+
+
+def _measure_nothing(step: int) -> Record:
+    """Return no metrics."""
+    return {}
 
 
 def _discard_journal() -> tuple[Report, JournalPosition]:

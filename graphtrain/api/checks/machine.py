@@ -44,6 +44,9 @@ def run_problems(config: Config) -> Iterator[Problem]:
     directory, setting = config.run.directory, ("run", "directory")
     if reason := directory_problem(Path(directory)):
         yield Problem("machine", f'run.directory = "{directory}": {reason}', (setting,))
+    if config.run.checkpoints.remote is not None and not is_installed("obstore"):
+        error = missing_extra("obstore", "run.checkpoints.remote")
+        yield Problem("machine", str(error), (("run", "checkpoints", "remote"),))
     for name in ("init_from", "init_adapter_from"):
         path = getattr(config.run, name)
         if path is not None and not Path(path).exists():

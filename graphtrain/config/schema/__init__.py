@@ -6,6 +6,7 @@ in the reference. A check lives in the narrowest class that sees all settings it
 
 from graphtrain.config.schema.adapter import Adapter
 from graphtrain.config.schema.batch import Batch
+from graphtrain.config.schema.checkpoints import CheckpointSettings
 from graphtrain.config.schema.config import Config
 from graphtrain.config.schema.dump import Dump
 from graphtrain.config.schema.flax_model import FlaxModel
@@ -46,6 +47,7 @@ __all__ = [
     "AttentionImplementation",
     "Batch",
     "BlendPart",
+    "CheckpointSettings",
     "Config",
     "Data",
     "Dump",

@@ -1,15 +1,50 @@
-"""[run.checkpoints]: when checkpoints are saved, and which are kept."""
+"""[run.checkpoints]: when checkpoints are saved, which are kept, and where copies of them are."""
 
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
-from graphtrain.config.schema.types import STRICT, Positive
+from graphtrain.config.schema.types import STRICT, WRONG_PATH, NotNegativeFloat, Positive
+
+_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")  # that can be written and listed
+
+
+def _store_url(url: str) -> str:
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
+    if scheme is None or scheme[1] in _SCHEMES:
+        return url
+    reason = (
+        f'"{url}" cannot hold checkpoints; write s3://BUCKET/PATH, gs://..., az://... or the path '
+        "of a directory, and for another store with the interface of S3 also endpoint"
+    )
+    raise PydanticCustomError(WRONG_PATH, "{reason}", {"reason": reason})
+
+
+StoreUrl = Annotated[str, Field(min_length=1), AfterValidator(_store_url)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointSettings:
-    """When checkpoints are saved, and which of them are kept."""
+    """When checkpoints are saved, which of them are kept, and where copies of them are."""
 
     local_every: Positive = 1000  # steps between checkpoints; the last step is always saved
-    keep: Positive = 3  # number of newest checkpoints to keep
+    keep: Positive = 3  # number of newest checkpoints to keep, on disk and in the object store
     keep_best: bool = False  # save and keep the checkpoint with the lowest validation loss too
     keep_every: Positive | None = None  # keep every checkpoint whose step is a multiple of this
+    remote: StoreUrl | None = None  # object store for copies, s3://, gs:// or az://; or a directory
+    remote_every: Positive | None = None  # steps between copies; unset: every checkpoint
+    remote_timeout: NotNegativeFloat = 600.0  # seconds that the end of a run waits for the last one
+    endpoint: str | None = None  # server of an S3-compatible store; unset: $AWS_ENDPOINT_URL
+
+    def __post_init__(self) -> None:
+        for name in ("remote_every", "endpoint"):
+            if getattr(self, name) is not None and self.remote is None:
+                raise ValueError(f"{name} needs remote, which is not set")
+        if self.remote_every is not None and self.remote_every % self.local_every:
+            raise ValueError(
+                f"remote_every = {self.remote_every} is not a multiple of local_every = "
+                f"{self.local_every}; only checkpoints that were saved can be copied"
+            )

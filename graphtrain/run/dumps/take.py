@@ -18,7 +18,7 @@ from graphtrain.checkpoints.info import check_same_model, read_checkpoint_info
 from graphtrain.checkpoints.layer_order import layer_order_of
 from graphtrain.checkpoints.output_directory import create_directory
 from graphtrain.checkpoints.pruned import read_checkpoint
-from graphtrain.checkpoints.steps import missing_checkpoint, saved_steps
+from graphtrain.checkpoints.steps import Retention, missing_checkpoint, saved_steps
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config, Run
 from graphtrain.errors import DumpError
@@ -139,7 +139,7 @@ def _restored(
         assert step is not None
         info = read_checkpoint_info(directory, step)
         check_same_model(directory / str(step), info, program.settings)
-        checkpoints = Checkpoints(directory, 1, layer_order_of(program))
+        checkpoints = Checkpoints(directory, Retention(1), layer_order_of(program))
         try:
             restored = checkpoints.restore(step, described)
         finally:

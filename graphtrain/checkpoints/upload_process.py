@@ -1,0 +1,158 @@
+"""Process that uploads the checkpoints of a run while it trains: `python -m` this module.
+
+It is a process of its own, so that a store that hangs, or an upload that is killed, never holds up
+the run. It reads one JSON object from a line of standard input for each step to upload, and writes
+one for each event. When standard input ends without `{"finish": true}`, the run was killed, and the
+process ends at once: an upload without its manifest does not exist.
+
+Of several steps that wait, only the newest is uploaded. A failed upload is repeated until it
+succeeds or a newer step waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from graphtrain.cache.remote import UnusableObject
+from graphtrain.checkpoints.listing import list_remote, superfluous
+from graphtrain.checkpoints.manifest import DamagedCheckpoint
+from graphtrain.checkpoints.remote import RemoteCheckpoints
+from graphtrain.checkpoints.steps import Retention
+from sharding_rules.errors import UserError
+
+MODULE = __name__
+_RETRY_SECONDS = 30.0  # for which a request is repeated, before the upload begins again
+_PAUSE_SECONDS = 5.0  # before a failed upload begins again
+
+
+@dataclass(frozen=True)
+class UploadJob:
+    """Run whose checkpoints the process uploads, and the store for them."""
+
+    run_directory: str
+    url: str
+    endpoint: str | None
+    retention: Retention
+
+    def encode(self) -> str:
+        """Return the job as the argument of the process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> UploadJob:
+        """Return the job that `encode` wrote."""
+        fields = json.loads(text)
+        return cls(**fields | {"retention": Retention(**fields["retention"])})
+
+
+class _Queue:
+    """The step that waits to be uploaded: the newest of those that were asked for."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: int | None = None
+        self._finishing = False
+
+    def put(self, step: int) -> None:
+        with self._changed:
+            if self._waiting is not None:
+                _report("superseded", self._waiting)
+            self._waiting = step
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        with self._changed:
+            self._finishing = True
+            self._changed.notify_all()
+
+    def take(self) -> int | None:
+        """Return the next step, as soon as there is one; None when there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is not None or self._finishing)
+            step, self._waiting = self._waiting, None
+            return step
+
+    def wait_for_newer(self, seconds: float) -> bool:
+        """Wait some seconds; return whether a newer step waits."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._waiting is not None, seconds)
+
+
+def _report(event: str, step: int, **facts: Any) -> None:
+    sys.stdout.write(json.dumps({"event": event, "step": step, **facts}) + "\n")
+    sys.stdout.flush()
+
+
+def _upload_all(job: UploadJob, queue: _Queue) -> None:
+    while (step := queue.take()) is not None:
+        while not _upload(job, step):
+            if queue.wait_for_newer(_PAUSE_SECONDS):
+                _report("superseded", step)
+                break
+    os._exit(0)
+
+
+def _upload(job: UploadJob, step: int) -> bool:
+    """Upload one step; return False if it failed and is worth another attempt."""
+    directory, started = Path(job.run_directory), time.monotonic()
+    try:
+        remote = RemoteCheckpoints(job.url, job.endpoint, retry_seconds=_RETRY_SECONDS, create=True)
+        if remote.has(directory, step):
+            _report("present", step)
+            return True
+        manifest = remote.upload(directory, step)
+        _report("uploaded", step, bytes=manifest.nbytes, seconds=time.monotonic() - started)
+    except (DamagedCheckpoint, UnusableObject) as error:
+        _report("refused", step, reason=str(error))
+        return True
+    except (UserError, OSError) as error:
+        _report("failed", step, reason=str(error))
+        return False
+    _remove_superfluous(remote, job.retention, step)
+    return True
+
+
+def _remove_superfluous(remote: RemoteCheckpoints, retention: Retention, step: int) -> None:
+    """Delete what is not kept. A failure is left to the next upload."""
+    try:
+        for old in superfluous(list_remote(remote), retention):
+            if old != step:
+                remote.delete(old)
+    except (UserError, OSError) as error:
+        _report("not deleted", step, reason=str(error))
+
+
+def _read_requests(queue: _Queue) -> None:
+    for line in sys.stdin:
+        request: Mapping[str, Any] = json.loads(line)
+        if request.get("finish"):
+            queue.finish()
+            return
+        queue.put(request["step"])
+    os._exit(1)  # the run was killed
+
+
+def main() -> None:
+    """Upload until the run has ended."""
+    # The run is asked to stop by signals to all its processes, and then waits for this one.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    queue = _Queue()
+    job = UploadJob.decode(sys.argv[1])
+    threading.Thread(target=_upload_all, args=(job, queue), daemon=True).start()
+    _read_requests(queue)
+    sys.stdin.read()  # until the run has ended, or is killed
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The newest checkpoint of a run, here or in its object store, before the run resumes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from graphtrain.checkpoints.checkpoint import quarantine_path
+from graphtrain.checkpoints.info import CheckpointInfo, read_checkpoint_info
+from graphtrain.checkpoints.listing import list_local
+from graphtrain.checkpoints.output_directory import write_errors
+from graphtrain.checkpoints.remote import RemoteCheckpoints
+from graphtrain.checkpoints.remote_manifest import DamagedRemoteCheckpoint
+from graphtrain.config.schema import CheckpointSettings
+from graphtrain.errors import CacheError, TrainingError
+
+
+def fetch_newest(
+    directory: Path,
+    settings: CheckpointSettings,
+    check: Callable[[str, int, CheckpointInfo], None],
+    note: Callable[[str], None],
+    *,
+    fresh: bool = False,
+    progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Download the newest checkpoint of the object store if it is newer than every one here.
+
+    Args:
+        directory: Directory of the run, which the caller has locked.
+        settings: Settings of its checkpoints; without `remote`, nothing is done.
+        check: Called with name, step and metadata of a checkpoint before it is downloaded; raises
+            if it is of another run.
+        note: Called with lines for the log of the run.
+        fresh: Whether the run starts at step 0 in any case.
+        progress: Called now and then.
+
+    Raises:
+        TrainingError: `fresh`, and the store has checkpoints; or the store cannot be read or has
+            only damaged ones, and there is no checkpoint here.
+    """
+    if settings.remote is None:
+        return
+    local = [one.step for one in list_local(directory) if one.status == "complete"]
+    newest = max(local, default=0)
+    try:
+        remote = RemoteCheckpoints(settings.remote, settings.endpoint, create=True)
+        steps = remote.steps()
+        if fresh and steps:
+            raise TrainingError(
+                f"{remote.url} has checkpoints (steps {', '.join(map(str, steps))}), from which a "
+                "later start would resume; with --fresh, set run.checkpoints.remote to a new "
+                "location, or remove them"
+            )
+        for step in reversed([step for step in steps if step > newest]):
+            if _fetch(remote, step, directory, check, progress):
+                note(f"downloaded the checkpoint of step {step} from {remote.url}")
+                return
+    except CacheError as error:
+        if not newest:
+            raise TrainingError(
+                f"the checkpoints of this run cannot be read, and there is none in {directory}: "
+                f"{error}; correct it, or unset run.checkpoints.remote to start at step 0"
+            ) from error
+        warnings.warn(f"resuming from {directory}, step {newest}: {error}", stacklevel=1)
+        return
+    if not newest and steps and not fresh:
+        raise TrainingError(
+            f"every checkpoint in {remote.url} is damaged, and there is none in {directory}; set "
+            "run.checkpoints.remote and run.directory to new locations to start again"
+        )
+
+
+def _fetch(
+    remote: RemoteCheckpoints,
+    step: int,
+    directory: Path,
+    check: Callable[[str, int, CheckpointInfo], None],
+    progress: Callable[[], None],
+) -> bool:
+    """Download one checkpoint; return False, with a warning, if it is damaged."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="graphtrain-download-") as temporary:
+            remote.download_description(step, Path(temporary) / str(step))
+            info = read_checkpoint_info(Path(temporary), step)
+    except DamagedRemoteCheckpoint as error:
+        warnings.warn(str(error), stacklevel=1)
+        return False
+    check(f"{remote.url}, step {step},", step, info)
+    damaged = directory / "checkpoints" / str(step)
+    if damaged.exists():
+        with write_errors(directory):
+            os.rename(damaged, destination := quarantine_path(directory, step))
+        warnings.warn(f"{damaged} is damaged: moved it to {destination}", stacklevel=1)
+    try:
+        remote.download(step, directory, progress)
+    except DamagedRemoteCheckpoint as error:
+        warnings.warn(str(error), stacklevel=1)
+        return False
+    return True

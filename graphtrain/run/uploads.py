@@ -1,0 +1,199 @@
+"""Copies of the checkpoints of a run in an object store, uploaded while it trains."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from graphtrain.cache.sizes import format_size
+from graphtrain.checkpoints.steps import Retention
+from graphtrain.checkpoints.upload_process import MODULE, UploadJob
+from graphtrain.config.schema import CheckpointSettings
+from graphtrain.run.callbacks import Callback
+from graphtrain.run.events import Metrics, RunStart, RunSummary
+
+
+class Uploads(Callback):
+    """Callback on rank 0 that has a process upload checkpoints; none of its failures ends the run.
+
+    Args:
+        directory: Directory of the run.
+        settings: Settings of its checkpoints, with `remote`.
+        note: Called with lines for the log of the run.
+    """
+
+    def __init__(
+        self, directory: Path, settings: CheckpointSettings, note: Callable[[str], None]
+    ) -> None:
+        assert settings.remote is not None
+        self._settings, self._url, self._note = settings, settings.remote, note
+        retention = Retention(settings.keep, settings.keep_best, settings.keep_every)
+        self._job = UploadJob(str(directory), self._url, settings.endpoint, retention)
+        self._process: subprocess.Popen[str] | None = None
+        self._events: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self._in_use: set[int] = set()  # steps that were asked for and not reported
+        self._complete = 0  # newest step in the store, or the first step of this process
+        self._start_step = 0
+        self._asked = -1  # newest step that was asked for
+
+    def on_run_start(self, start: RunStart) -> None:
+        """Upload the checkpoint from which the run resumes, if the store lacks it."""
+        self._complete = self._start_step = start.step
+        if start.step:
+            self._ask(start.step)
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        self._read_events()
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        every = self._settings.remote_every
+        if every is None or step % every == 0:
+            self._ask(step)
+
+    def on_run_end(self, summary: RunSummary) -> None:
+        """Upload the last checkpoint, whether it is due or not."""
+        if summary.steps != self._asked:
+            self._ask(summary.steps)
+
+    def steps_in_use(self) -> set[int]:
+        """Return the steps whose local checkpoints must stay, because they are uploaded."""
+        return set(self._in_use)  # in any thread
+
+    def measure(self, step: int) -> dict[str, int]:
+        """Return the metrics of a step: how far the store is behind."""
+        return {"upload_lag_steps": step - self._complete}
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until everything is uploaded; return whether it is, after so many seconds at most.
+
+        Nothing can be asked for afterwards.
+        """
+        process = self._process
+        if process is None:
+            return True
+        self._send({"finish": True})
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._read_events()
+            return False
+        self._reader.join()
+        self._read_events()
+        self._process = None
+        self._warn_of_missing()
+        return True
+
+    def close(self) -> None:
+        """End the process, whatever it does: an upload that is not complete does not exist."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._reader.join()
+            self._read_events()
+            self._process = None
+            self._warn_of_missing()
+
+    def _warn_of_missing(self) -> None:
+        if self._in_use:
+            step = max(self._in_use)
+            warnings.warn(
+                f"the checkpoint of step {step} is not in {self._url}; the next start of the run "
+                f"uploads it, or: graphtrain checkpoints push {self._job.run_directory} "
+                f"{self._url} --step {step}",
+                stacklevel=1,
+            )
+
+    def _ask(self, step: int) -> None:
+        self._asked = step
+        self._in_use.add(step)
+        try:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+        except OSError as error:
+            _warn(f"the checkpoint of step {step} is not uploaded: no process starts: {error}")
+            return
+        self._send({"step": step})
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, self._job.encode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(
+            target=self._read, args=(self._process,), name="uploads", daemon=True
+        )
+        self._reader.start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with suppress(ValueError):
+                self._events.put(json.loads(line))
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has ended, and the next request starts it again
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+
+    def _read_events(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                event = self._events.get_nowait()
+                self._handle(event["event"], event["step"], event)
+
+    def _handle(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
+        where = f"the checkpoint of step {step}"
+        if kind not in ("failed", "not deleted"):
+            self._in_use.discard(step)
+        if kind in ("uploaded", "present"):
+            self._complete = max(self._complete, step)
+        if kind == "uploaded":
+            size, seconds = format_size(facts["bytes"]), facts["seconds"]
+            self._note(f"uploaded {where} to {self._url}, {size} in {seconds:.1f} s")
+        elif kind == "superseded" and step != self._start_step:
+            _warn(
+                f"{where} is not uploaded to {self._url}: uploads take longer than the steps "
+                "between them, and a newer one waits; raise run.checkpoints.remote_every"
+            )
+        elif kind == "failed":
+            _warn(f"{where} is not uploaded yet, and is tried again: {facts['reason']}")
+        elif kind == "refused":
+            _warn(f"{where} cannot be uploaded: {facts['reason']}")
+        elif kind == "not deleted":
+            _warn(f"older checkpoints in {self._url} were not deleted: {facts['reason']}")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=1)
+
+
+def wait_for_uploads(
+    uploads: Uploads | None, limit: float, agree: Callable[[str], str], poll_seconds: float = 10.0
+) -> None:
+    """Wait on every rank until rank 0 has uploaded the last checkpoint, or for `limit` seconds.
+
+    Args:
+        uploads: On rank 0; None on the others.
+        limit: Seconds.
+        agree: Called on all ranks with a text; returns that of rank 0.
+        poll_seconds: Between two agreements: the other ranks must not wait long in one.
+    """
+    deadline = time.monotonic() + limit
+    while True:
+        left = deadline - time.monotonic()
+        is_over = uploads is None or uploads.wait(max(0.0, min(poll_seconds, left))) or left <= 0
+        if agree("over" if is_over else ""):
+            return
