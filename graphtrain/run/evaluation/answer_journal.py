@@ -37,7 +37,7 @@ class AnswerJournal:
     """Answers of a model to requests, in a file of JSON lines, each by the digest of its request.
 
     The file belongs to one model: its name is a digest of the weights and programs. A line that
-    was cut off, because the process was killed, is dropped.
+    was cut off, because the process was killed, is dropped. One that was changed is blanked.
 
     Args:
         path: The file; it is created.
@@ -80,25 +80,34 @@ class AnswerJournal:
 
     def __exit__(self, *error: object) -> None:
         """Close the file; another process may write into it then."""
-        self._file.close()
+        with write_errors(self.path.parent):  # what a full disk refused is written once more
+            self._file.close()
 
     def _read(self) -> dict[str, Any]:
         self._file.seek(0)
         answers, complete = {}, 0
         for number, line in enumerate(self._file, 1):
+            if not line.endswith(b"\n"):
+                break
             entry = _entry(line)
-            if line.endswith(b"\n"):
-                complete += len(line)
-                if entry is None:
-                    warnings.warn(
-                        f"{self.path}:{number}: not as it was written; its answer is computed "
-                        "again",
-                        stacklevel=2,
-                    )
-            if entry is not None and line.endswith(b"\n"):
+            if entry is not None:
                 answers[entry[0]] = entry[1]
+            elif line.strip():
+                self._blank(number, complete, len(line))
+            complete += len(line)
         self._file.truncate(complete)
         return answers
+
+    def _blank(self, number: int, begin: int, length: int) -> None:
+        """Write spaces in place of a line, and warn."""
+        warnings.warn(
+            f"{self.path}:{number}: not as it was written; its answer is computed again where it "
+            "is needed",
+            stacklevel=2,
+        )
+        with self.path.open("r+b") as file:  # the other one only appends
+            file.seek(begin)
+            file.write(b" " * (length - 1))
 
 
 def request_key(*parts: Any) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from graphtrain.errors import DataError
 
 
-def check_rows(task: Any, name: str, place: str, limit: int | None) -> None:
+def check_rows(task: Any, name: str, place: str, fields: Sequence[str], limit: int | None) -> None:
     """Check that each row of a task has a prompt and, of a multiple choice, a right answer.
 
     lm-eval counts an answer that is no choice as wrong, whatever the model says.
@@ -16,6 +17,7 @@ def check_rows(task: Any, name: str, place: str, limit: int | None) -> None:
         task: Task of lm-eval, with its data.
         name: Name of the task.
         place: Where the rows are, for error messages.
+        fields: Names of fields that have no nulls, inside of lists either.
         limit: Number of rows; None for all.
 
     Raises:
@@ -25,7 +27,9 @@ def check_rows(task: Any, name: str, place: str, limit: int | None) -> None:
         return
     for index, row in task.doc_iterator(limit=limit):
         try:
-            problem = _problem(task, row)
+            nulls = (field for field in fields if _has_null(row.get(field)))
+            field = next(nulls, None)
+            problem = _problem(task, row) if field is None else f"a null in its field {field!r}"
         except Exception as error:  # of templates and functions of the task: nothing in common
             word = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
             problem = f"the task cannot read it ({word})"
@@ -48,3 +52,12 @@ def _problem(task: Any, row: Any) -> str | None:
                 "answers are hidden cannot be evaluated"
             )
     return None
+
+
+def _has_null(value: Any) -> bool:
+    """Return whether a list, or an object in it, has a null: a prompt would say "None"."""
+    if isinstance(value, dict):
+        return any(map(_has_null, value.values()))
+    if isinstance(value, list | tuple):
+        return any(one is None or _has_null(one) for one in value)
+    return False

@@ -1,5 +1,7 @@
 """Answers are kept: what was written is found again, and what was cut off or changed is not."""
 
+from pathlib import Path
+
 import pytest
 
 from graphtrain.errors import TrainingError
@@ -34,6 +36,18 @@ def test_an_answer_that_was_changed_is_not_used(tmp_path):
         AnswerJournal(path) as journal,
     ):
         assert journal.find(key) is None
+        journal.write(key, "right")
+    with AnswerJournal(path) as journal:  # and said once
+        assert journal.find(key) == "right"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error_with_the_directory(tmp_path):
+    with pytest.raises(TrainingError, match=rf"{tmp_path} cannot be written .*free space there"):
+        journal = AnswerJournal.__new__(AnswerJournal)
+        journal.path, journal._file = tmp_path / "a.jsonl", open("/dev/full", "r+b")  # noqa: SIM115
+        with journal:
+            journal.write("key", "answer")
 
 
 def test_one_process_writes_at_a_time(tmp_path):

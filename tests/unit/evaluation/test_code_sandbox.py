@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -135,6 +136,13 @@ def test_programs_that_do_not_end_are_ended(monkeypatch):
     monkeypatch.setattr(code_sandbox, "_WALL_SECONDS", 0.5)
     for program in ("while True: pass", "import time\ntime.sleep(1000)"):
         assert run_program(program).startswith("timed out")
+
+
+def test_a_program_that_sleeps_is_ended_as_one_that_computes(monkeypatch):
+    monkeypatch.setattr(code_sandbox, "_OWN_SECONDS", 0.7)
+    began = time.monotonic()
+    assert run_program("import time\ntime.sleep(20)").startswith("timed out")
+    assert time.monotonic() - began < 15  # however busy the machine is
 
 
 def test_the_metric_counts_what_passes():
