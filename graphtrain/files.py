@@ -72,6 +72,22 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def append_line(path: Path, text: str) -> None:
+    """Append lines with one write; first terminate a truncated line of a killed process.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            text = "\n" + text
+        os.write(descriptor, f"{text}\n".encode())
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def write_new(path: Path) -> Iterator[BinaryIO]:
     """Write a file as `atomic_write`, unless it exists with other content.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from graphtrain.files import validate
+from graphtrain.files import append_line, validate
 from sharding_rules.documents import DocumentError, parse_object, read_bytes
 
 _MAX_BYTES = 1 << 30  # of the file; an entry has some 400 bytes
@@ -67,16 +66,8 @@ def ledger_path(store: Path) -> Path:
 
 def append(path: Path, entry: LedgerEntry) -> None:
     """Append one line; first terminate a truncated line of a killed process."""
-    line = json.dumps(asdict(entry)) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = "\n" + line
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
+    append_line(path, json.dumps(asdict(entry)))
 
 
 def read(path: Path) -> list[LedgerEntry]:
