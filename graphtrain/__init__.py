@@ -20,7 +20,7 @@ from graphtrain.api.configuration import load_config
 from graphtrain.api.evaluation import evaluate_steps, evaluate_tasks
 from graphtrain.api.generation import generate, generate_batch
 from graphtrain.api.programs import compile, plan
-from graphtrain.api.runs import evaluate, metrics, train
+from graphtrain.api.runs import evaluate, goodput, metrics, train
 from graphtrain.api.serving import chat, serve
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from graphtrain.run.evaluation_curve import EvaluationCurve
     from graphtrain.run.events import RunStart, RunSummary
     from graphtrain.run.generate import Generation
+    from graphtrain.run.goodput.account import Goodput
     from graphtrain.run.metric_columns import Metrics
     from graphtrain.run.serving.chat_session import ChatSession
     from sharding_rules.errors import UserError
@@ -52,6 +53,7 @@ _TYPES = {
     "Evaluation": "graphtrain.run.evaluate",
     "EvaluationCurve": "graphtrain.run.evaluation_curve",
     "Generation": "graphtrain.run.generate",
+    "Goodput": "graphtrain.run.goodput.account",
     "Metrics": "graphtrain.run.metric_columns",
     "RunStart": "graphtrain.run.events",
     "RunSummary": "graphtrain.run.events",
@@ -71,6 +73,7 @@ __all__ = [
     "Evaluation",
     "EvaluationCurve",
     "Generation",
+    "Goodput",
     "Metrics",
     "RunStart",
     "RunSummary",
@@ -85,6 +88,7 @@ __all__ = [
     "evaluate_tasks",
     "generate",
     "generate_batch",
+    "goodput",
     "load_config",
     "metrics",
     "plan",

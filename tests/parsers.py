@@ -47,6 +47,9 @@ from graphtrain.models.shapes import parameter_arrays
 from graphtrain.planning import ledger
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.lock import lock_diff, lock_text, read_lock
+from graphtrain.run.goodput.account import read_goodput
+from graphtrain.run.goodput.page import goodput_page
+from graphtrain.run.goodput.text import goodput_json, goodput_text
 from graphtrain.run.loss_curve import loss_curve
 from graphtrain.run.metrics import Journal, good_steps, read_journal
 from graphtrain.run.prompt_file import read_prompt_file
@@ -363,6 +366,25 @@ def _read_checkpoint(directory: Path) -> None:
     check_same_model(checkpoints / "4", info, loaded.program)
 
 
+def _write_goodput(directory: Path) -> None:
+    facts: dict[str, Any] = {"process": "a", "at": 100.0}
+    lines = [
+        facts | {"event": "start", "host": "b", "pid": 1},
+        facts | {"at": 102.0, "activity": "restore", "seconds": 2.0, "step": 0},
+        facts | {"at": 102.0, "event": "begin", "step": 4, "compile_seconds": {"train": 3.0}},
+        facts | {"at": 105.0, "activity": "first_step", "seconds": 3.0, "step": 5, "steps": 1},
+        facts | {"at": 109.0, "activity": "step", "seconds": 4.0, "step": 9, "steps": 4, "late": 1,
+                 "late_seconds": 2.0},
+        facts | {"at": 109.0, "event": "end", "outcome": "stopped by SIGTERM"},
+    ]  # fmt: skip
+    (directory / "goodput.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+
+def _read_goodput(directory: Path) -> None:
+    result = read_goodput(directory)
+    goodput_text(result), goodput_page(result), json.dumps(goodput_json(result), allow_nan=False)
+
+
 def _write_journal(directory: Path) -> None:
     lines = [
         json.dumps({"step": step, "loss": 2.5, "grad_norm": 1.0, "step_seconds": 0.1})
@@ -570,6 +592,7 @@ PARSERS = {
         _write_remote, _read_remote, lambda folder: _seal_json(folder / "4.json")
     ),
     "metrics": Parser(_write_journal, _read_journal),
+    "goodput": Parser(_write_goodput, _read_goodput),
     "preparation": Parser(
         _write_preparation, _read_preparation,
         damaged=("data/manifest.json", "data/.unfinished/*", "data/*.json"),

@@ -1,7 +1,8 @@
-"""The reference of metrics.jsonl."""
+"""The reference of metrics.jsonl and of the buckets of goodput."""
 
 from markdown import table
 
+from graphtrain.run.goodput.activities import BUCKETS
 from graphtrain.run.metrics import METRICS
 
 HEAD = """# Metrics
@@ -27,10 +28,21 @@ losses = [record["loss"] for record in read_journal(Path("runs/quickstart")) if 
 
 The line that `run` prints every `run.report_every` steps shows the mean speed since the previous
 line, and the loss of the last step.
+
+"""
+GOODPUT = """## Goodput
+
+`graphtrain goodput RUN` counts the wall time of a run in these buckets, which add up to it
+([long runs](../guides/long-runs.md#goodput)):
+
 """
 
 
 def page() -> str:
     """Return the page."""
     rows = [(f"`{name}`", meaning) for name, meaning in METRICS.items()]
-    return HEAD + table(("name", "meaning"), rows) + TAIL
+    buckets = [(f"`{name}`", meaning) for name, meaning in BUCKETS.items()]
+    return (
+        HEAD + table(("name", "meaning"), rows) + TAIL + GOODPUT
+        + table(("bucket", "meaning"), buckets)
+    )  # fmt: skip

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from graphtrain.run.callbacks import Callback
     from graphtrain.run.evaluate import Evaluation
     from graphtrain.run.events import RunSummary
+    from graphtrain.run.goodput.account import Goodput
     from graphtrain.run.metric_columns import Metrics
 
 _COMPILE = "graphtrain.compile(...) with the same configuration"
@@ -47,6 +48,7 @@ def train(
     compile_hint: str = _COMPILE,
     observe: Observer = observe_nothing,
     log: Callable[[str], None] = log,
+    started_at: float | None = None,
 ) -> RunSummary:
     """Train from compiled programs, and from the last checkpoint if there is one.
 
@@ -67,6 +69,7 @@ def train(
         compile_hint: What compiles missing programs, for the error message.
         observe: Called with the progress of compilations.
         log: Called with what is fetched from a remote cache; by default the logger "graphtrain".
+        started_at: Unix time from which goodput counts this start; None for the time of the call.
 
     Raises:
         MissingProgram: a program is not compiled.
@@ -77,8 +80,11 @@ def train(
     from graphtrain.compile.shared_cache import pull_requests
     from graphtrain.compile.tasks import run_tasks
     from graphtrain.config.resolve import resolve
+    from graphtrain.run.goodput import activities
+    from graphtrain.run.goodput.timeline import Timeline
     from graphtrain.run.processes import expected_rank, join_run
 
+    timeline = Timeline(started_at)
     checked = checked_config(
         config,
         run_purpose(fresh=fresh, compiles=compile),
@@ -91,6 +97,7 @@ def train(
     program, store = resolve(settings.program), open_cache(cache)
 
     def prepare() -> None:
+        timeline.move(activities.COMPILE)
         if compile:
             name = name_of(checked.source)
             compile_missing(settings, name=name, cache=cache, observe=observe, log=log)
@@ -98,7 +105,9 @@ def train(
         tasks = run_tasks({"run": program}, {"run": settings.run})
         pull_requests(store, [task.request for task in tasks], log)
 
+    timeline.move(activities.JOIN)
     join_run(program.target, settings.run.watchdog, coordinator, processes, rank, prepare)
+    timeline.move(activities.PREPARE)
     from graphtrain.run.train import train as train_program
 
     return train_program(
@@ -109,6 +118,7 @@ def train(
         callbacks=callbacks,
         allowed_changes=allow_change,
         fresh=fresh,
+        timeline=timeline,
     )
 
 
@@ -179,6 +189,20 @@ def metrics(run: Source) -> Metrics:
     from graphtrain.run.metric_columns import read_metrics
 
     return read_metrics(_directory(run))
+
+
+def goodput(run: Source) -> Goodput:
+    """Return where the wall time of a run went, over all of its starts; also while it trains.
+
+    Args:
+        run: Directory or summary of a run, or its configuration or project in any form.
+
+    Raises:
+        TrainingError: the run has recorded nothing.
+    """
+    from graphtrain.run.goodput.account import read_goodput
+
+    return read_goodput(_directory(run))
 
 
 def _directory(run: Source) -> Path:

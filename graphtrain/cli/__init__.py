@@ -36,6 +36,7 @@ _COMMAND_HELP = {
     "evaluate": "Measure the validation loss of a checkpoint, or evaluate it on tasks.",
     "extract": "Compile the graphs of a torch-xla script, without training.",
     "generate": "Generate text that continues a prompt.",
+    "goodput": "Show where the wall time of a run went, over all of its starts.",
     "init": "Start a project: prepare data and write a configuration for it.",
     "launch": "Compile and train on a cluster with Slurm or Kubernetes.",
     "neuron": "Compile, inspect and clean caches and bundles for AWS Neuron.",

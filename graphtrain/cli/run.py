@@ -21,7 +21,7 @@ from graphtrain.cli.options import (
 )
 from graphtrain.cli.run_progress import progress_reporter
 from graphtrain.cli.terminal import say
-from lowering.machine import startup
+from lowering.machine import host, startup
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import Run
@@ -111,6 +111,7 @@ def command(
             compile_hint=compile_hint(config, target, overrides, cache),
             observe=observe_nothing if progress is None else progress.observe,
             log=say,
+            started_at=host.process_started_at(),
         )
     if is_rank_zero():
         click.echo(_format_summary(summary, run))

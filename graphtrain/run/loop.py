@@ -24,6 +24,8 @@ from graphtrain.run.agreement import on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement, index_share
 from graphtrain.run.data_check import DataCheck
 from graphtrain.run.events import RunSummary
+from graphtrain.run.goodput.activities import ACTIVITY_OF_STAGE, STOP
+from graphtrain.run.goodput.timeline import Timeline
 from graphtrain.run.learning_rate import learning_rate
 from graphtrain.run.metrics import Record, good_steps, read_journal
 from graphtrain.run.phases import PhaseSequence
@@ -116,13 +118,15 @@ class TrainingLoop:
     changes: list[dict[str, Any]]  # permitted changes, which every checkpoint records
     stop: StopRequest
     watchdog: Watchdog
+    timeline: Timeline
     history: ValidationHistory
     samples: TrainingSamples | None
     tasks: TrainingTasks | None
     _write: Report = field(init=False)
     _journal_position: JournalPosition = field(init=False)
-    # Last started step: its number, metrics, learning rate, and seconds waited for data.
-    _pending: tuple[int, Tree, float, float] | None = None
+    # Last started step: its number, metrics, learning rate, seconds waited for data, and whether
+    # no step was being computed when the data came.
+    _pending: tuple[int, Tree, float, float, bool] | None = None
     _saving: int | None = None  # step of the checkpoint that is being written
     _gave_up_scores: bool = False  # of the last evaluation of tasks, because of a signal
     _last_finished_at: float = field(default_factory=time.perf_counter)
@@ -157,7 +161,7 @@ class TrainingLoop:
     def _begin_next_phase(self, index: int) -> None:
         """Go on with the program and the batches of the next phase; the state stays as it is."""
         self._finish_pending_step()
-        self.watchdog.move(LOADING, index + 1)
+        self._move(LOADING, index + 1)
         self.phases.advance()
         self._prepare_phase()
         self._last_finished_at = time.perf_counter()  # do not count loading as step time
@@ -173,7 +177,7 @@ class TrainingLoop:
                 that saved the checkpoint, and is repeated.
             score_first: the same of the evaluation of tasks.
         """
-        run, target, stop, watchdog = self.run, self.program.target, self.stop, self.watchdog
+        run, target, stop = self.run, self.program.target, self.stop
         validation, completed_steps, opened = None, self.start, False
         if stop.should_stop():  # while the run was loading; there is nothing new to save
             return self._summary(completed_steps, None)
@@ -192,9 +196,10 @@ class TrainingLoop:
             if self.phases.is_over(index):
                 self._begin_next_phase(index)
             rate = learning_rate(run.learning_rate, run.steps, index)
-            watchdog.move(DATA, index + 1)
+            self._move(DATA, index + 1)
             batch, waited = self._next_batch()
-            watchdog.move(COMPUTING, index + 1)
+            is_late = self._is_idle()
+            self._move(COMPUTING, index + 1)
             arrays = self.phases.placement.to_devices(batch)
             step = self.programs["train"]
             outputs = step(state, *self.frozen, arrays, np.float32(rate))
@@ -209,7 +214,7 @@ class TrainingLoop:
             self.data_check.raise_if_damaged()
             if index == self.start + 1 and target.platform == "cpu":
                 use_huge_pages()  # heap of the first step, which has completed
-            self._pending = completed_steps, outputs["metrics"], rate, waited
+            self._pending = completed_steps, outputs["metrics"], rate, waited, is_late
             last = completed_steps == run.steps
             evaluated, is_best = None, False
             if is_evaluation_due(run, completed_steps):
@@ -223,14 +228,15 @@ class TrainingLoop:
             if saving or (is_best and run.checkpoints.keep_best):
                 self._finish_pending_step()  # checks that the loss is finite before saving
                 self.data_check.raise_if_damaged()
-                watchdog.move(SAVING, completed_steps)
+                self._move(SAVING, completed_steps)
                 self._save(completed_steps, state, evaluated)
             if stopping:
                 break
         self._finish_pending_step()
-        watchdog.move(SAVING, completed_steps)  # until the last checkpoint is complete
+        self._move(SAVING, completed_steps)  # until the last checkpoint is complete
         self.checkpoints.wait()
         self._report_checkpoint()
+        self.timeline.move(STOP)
         summary = self._summary(completed_steps, validation)
         self.notify("on_run_end", summary)
         return summary
@@ -273,6 +279,18 @@ class TrainingLoop:
             self.notify("on_checkpoint", self._saving, path)
             self._saving = None
 
+    def _move(self, stage: str, step: int, batch: int = 0) -> None:
+        """Note what this process does now, for the watchdog and for goodput."""
+        self.watchdog.move(stage, step, batch)
+        self.timeline.move(ACTIVITY_OF_STAGE[stage])
+
+    def _is_idle(self) -> bool:
+        """Return whether every step that was started is complete."""
+        if self._pending is None:
+            return True
+        loss = self._pending[1]["loss"]
+        return loss.is_ready() if hasattr(loss, "is_ready") else True
+
     def _next_batch(self) -> tuple[dict[str, np.ndarray], float]:
         """Return this process's rows of the next batch, and the seconds waited for them."""
         start_time = time.perf_counter()
@@ -287,7 +305,7 @@ class TrainingLoop:
         """
         if self._pending is None:
             return
-        completed_steps, metrics, rate, waited = self._pending
+        completed_steps, metrics, rate, waited, is_late = self._pending
         self._pending = None
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         extra_metrics: dict[str, float | int | None] = {
@@ -299,6 +317,7 @@ class TrainingLoop:
             extra_metrics["skipped_steps"] = int(metrics["skipped_steps"])
         now = time.perf_counter()
         seconds, self._last_finished_at = now - self._last_finished_at, now
+        self.timeline.finish_step(completed_steps, waited if is_late else None)
         if not (was_skipped or (math.isfinite(loss) and math.isfinite(norm))):
             raise TrainingError(self._not_finite(completed_steps, loss, norm))
         tokens_per_second = self.program.batch.tokens / seconds
@@ -371,7 +390,7 @@ class TrainingLoop:
         target = self.program.target
 
         def should_stop(batch: int) -> bool:
-            self.watchdog.move(EVALUATING, completed_steps, batch)
+            self._move(EVALUATING, completed_steps, batch)
             self.checkpoints.raise_if_failed()
             return self.stop.should_stop()
 
@@ -389,10 +408,10 @@ class TrainingLoop:
         self._finish_pending_step()
 
         def should_stop(prompt: int) -> bool:
-            self.watchdog.move(SAMPLING, completed_steps, prompt)
+            self._move(SAMPLING, completed_steps, prompt)
             return self.stop.should_stop()
 
-        self.watchdog.move(SAMPLING, completed_steps)
+        self._move(SAMPLING, completed_steps)
         try:
             self.samples.write(completed_steps, state["parameters"], should_stop)
         except Exception as error:
@@ -406,10 +425,10 @@ class TrainingLoop:
         self._finish_pending_step()
 
         def should_stop(request: int) -> bool:
-            self.watchdog.move(SCORING, completed_steps, request)
+            self._move(SCORING, completed_steps, request)
             return self.stop.should_stop()
 
-        self.watchdog.move(SCORING, completed_steps)
+        self._move(SCORING, completed_steps)
         try:
             scores = self.tasks.scores(completed_steps, state["parameters"], should_stop)
         except Exception as error:

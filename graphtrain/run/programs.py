@@ -41,6 +41,12 @@ class LoadedPrograms:
             raise MissingProgram("\n".join([*_reasons(cache, missing), f"run: {remedy}"]))
         self.keys = {name: keys[name] for name in names}
         self._artifacts = artifacts
+        # How long each graph took to compile; graphs whose record does not say it are left out.
+        self.compile_seconds = {
+            name: float(artifact.record["compile_seconds"])
+            for name, artifact in artifacts.items()
+            if artifact is not None and "compile_seconds" in artifact.record
+        }
         self._loaded: dict[str, Any] = {}
         self._target = program.target
 

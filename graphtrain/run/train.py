@@ -34,6 +34,8 @@ from graphtrain.run.data_check import DataCheck
 from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.earlier_runs import set_aside, set_metrics_aside
 from graphtrain.run.events import RunStart, RunSummary
+from graphtrain.run.goodput import activities
+from graphtrain.run.goodput.timeline import Timeline
 from graphtrain.run.initial_weights import InitialWeights, load_initial_weights
 from graphtrain.run.log import RunLog
 from graphtrain.run.loop import (
@@ -83,6 +85,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     allowed_changes: Sequence[str] = (),
     fresh: bool = False,
+    timeline: Timeline | None = None,
 ) -> RunSummary:
     """Train up to run.steps with compiled programs, from the last checkpoint if there is one.
 
@@ -94,6 +97,7 @@ def train(
         callbacks: called on rank 0 with what happens.
         allowed_changes: settings whose values may differ from those of the checkpoint.
         fresh: start at step 0; what the directory contains is moved to its folder earlier/.
+        timeline: records the phases of this process; None for one that begins now.
 
     Raises:
         CallbackError: a callback cannot be used, or raised an exception.
@@ -108,19 +112,25 @@ def train(
     check_directory(directory)
     is_rank_zero = distributed.rank() == 0  # rank 0 writes the files that all ranks share
     log = RunLog(directory, run.steps, run.report_every)
+    timeline = timeline or Timeline()
+    timeline.move(activities.PREPARE)
     uploads = open_uploads(run, log)
     observers = [log, *([uploads] if uploads else []), *callbacks]
     notify_callbacks = partial(notify, observers if is_rank_zero else ())
     with ExitStack() as stack:
         stack.enter_context(log.recording())
+        stack.enter_context(timeline.recording())
         watchdog = stack.enter_context(watched(run.watchdog, directory))
+        watchdog.before_exit = timeline.end
         on_all_ranks(
             lambda: stack.enter_context(locked_run_directory(directory)) if is_rank_zero else None
         )
         config = Config(program=program.run_settings, run=run)
         identity = partial(identity_of, config)
         on_all_ranks(identity)  # which reads descriptions of datasets
+        timeline.move(activities.RESTORE)
         fetch_checkpoint(run, identity, allowed_changes, watchdog, log, fresh=fresh)
+        timeline.move(activities.PREPARE)
         resumption = Resumption(directory, identity, allowed_changes, fresh=fresh)
         saved = bool(resumption.steps)
         history = recorded_history(directory, resumption.start)
@@ -131,6 +141,8 @@ def train(
         if is_complete and not (evaluation_owed or scores_owed):
             start = resumption.start
             return RunSummary(directory, start, start, None, None, history.best_step, stalled)
+        if saved and is_rank_zero:
+            timeline.open(directory)
         initial_weights = on_all_ranks(lambda: InitialWeights.open(program, run, resuming=saved))
         names = needed_graphs(run, resuming=saved)
         engine = on_all_ranks(
@@ -141,11 +153,11 @@ def train(
         # Damaged checkpoints may let the run resume from an earlier one.
         parts = remaining_phases(program, run.steps, resumption.steps[0] if saved else 0)
         first = index_of_phase(parts, resumption.start)
-        loaded, prefault = _load_programs(parts, first, cache, names, compile_hint, stack)
+        loaded, prefault = _load_programs(parts, first, cache, names, compile_hint, stack, timeline)
         programs = loaded[first]
         stop = stack.enter_context(stop_requests())
         if stop.should_stop():  # while the programs were loaded
-            return _stopped_while_loading(stop, directory, resumption.start)
+            return _stopped_while_loading(stop, directory, resumption.start, timeline)
         stack.enter_context(lowering.backend(program.target).forbid_tracing())
         prefaulted_bytes = prefault.stop()
         baseline_bytes = host.reset_peak() - prefaulted_bytes
@@ -154,12 +166,15 @@ def train(
         checkpoints = _open_checkpoints(program, run, stack, uploads)
         restored = None
         if saved:
-            restored = resumption.restore(checkpoints, programs["train"].inputs("state"))
+            described = programs["train"].inputs("state")
+            timeline.move(activities.RESTORE)
+            restored = resumption.restore(checkpoints, described)
             state = restored.state
         else:
             state = _init_state(programs, run.seed)
         if stop.should_stop():  # while a checkpoint was restored
-            return _stopped_while_loading(stop, directory, resumption.start)
+            return _stopped_while_loading(stop, directory, resumption.start, timeline)
+        timeline.move(activities.OPEN_DATA)
         start, changes = resumption.start, resumption.changes()
         data_check = on_all_ranks(lambda: DataCheck(run.data))  # while the devices compute init
         identities = [identity(part.start + 1) for part in parts]
@@ -170,6 +185,7 @@ def train(
         )
         stack.callback(phases.close)
         phases.open()
+        timeline.move(activities.INITIALIZE)
         if not saved and initial_weights is not None:
             described = programs["train"].inputs("state")
             state = load_initial_weights(initial_weights, described, state)
@@ -194,6 +210,7 @@ def train(
                 stack,
                 samples,
                 uploads.measure if uploads else _measure_nothing,
+                timeline,
             )
             if is_rank_zero
             else _discard_journal
@@ -210,15 +227,20 @@ def train(
             changes,
             stop,
             watchdog,
+            timeline,
             history,
             samples,
             tasks,
         )
         startup.resume_garbage_collection()
+        timeline.begin(start, programs.compile_seconds, str(program.target))
         with watchdog.reporting_errors():
             summary = loop.run_steps(state, evaluate_first=evaluation_owed, score_first=scores_owed)
+            timeline.move(activities.SAVE)
             finish_uploads(run, uploads, watchdog, summary.steps)
-            return summary
+        if summary.stopped_by:
+            timeline.end(f"stopped by {summary.stopped_by}")
+        return summary
 
 
 def needed_graphs(run: Run, *, resuming: bool) -> list[str]:
@@ -227,9 +249,12 @@ def needed_graphs(run: Run, *, resuming: bool) -> list[str]:
     return [*([] if resuming else ["init"]), "train", *(["evaluate"] if evaluates else [])]
 
 
-def _stopped_while_loading(stop: StopRequest, directory: Path, start: int) -> RunSummary:
+def _stopped_while_loading(
+    stop: StopRequest, directory: Path, start: int, timeline: Timeline
+) -> RunSummary:
     """Return the outcome of a run that is asked to stop before its first step."""
     assert stop.signal is not None
+    timeline.end(f"stopped by {stop.signal.name}")
     return RunSummary(directory, start, start or None, None, stop.signal.name)
 
 
@@ -240,6 +265,7 @@ def _load_programs(
     names: Sequence[str],
     compile_hint: str,
     stack: ExitStack,
+    timeline: Timeline,
 ) -> tuple[list[LoadedPrograms], startup.MemoryPrefault]:
     """Open the programs of a run, the same on all ranks, while the memory is preallocated.
 
@@ -251,6 +277,7 @@ def _load_programs(
         names: Names of the graphs of the first phase.
         compile_hint: Command that compiles missing ones.
         stack: Ends the preallocation.
+        timeline: Is told when the devices are initialized.
     """
     other_names = [name for name in names if name != "init"]
     programs = on_all_ranks(
@@ -265,6 +292,10 @@ def _load_programs(
         check_same_executables(one)
     prefault = _preallocate_memory(programs, phases[0].program.target)
     stack.callback(prefault.stop)
+    timeline.move(activities.DEVICES)
+    target = phases[0].program.target
+    lowering.backend(target).devices(target)
+    timeline.move(activities.LOAD)
     if distributed.count() > 1:  # a failure to load on one rank ends all, before any computes
         on_all_ranks(programs[first].load_all)
     return programs, prefault
@@ -387,6 +418,7 @@ def _open_journal(
     stack: ExitStack,
     samples: TrainingSamples | None,
     measure: Callable[[int], Record],
+    timeline: Timeline,
 ) -> tuple[Report, JournalPosition]:
     """Write config.toml, its record and the Hugging Face files, and open the journal of metrics.
 
@@ -403,6 +435,7 @@ def _open_journal(
     with write_errors(directory):
         write_run_config(directory, render(config), start)
     _copy_hf_files(config, initial_weights)
+    timeline.open(directory)
     journal = Journal(
         directory,
         after=start,

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -67,6 +67,7 @@ class Watchdog:
         self._suspended = ""  # note that this process did not run for some time
         # Descriptions of collectives of a step, for the message.
         self.largest_collective, self.first_collective = "", ""
+        self.before_exit: Callable[[str], None] = lambda message: None  # gets the message
 
     def move(self, stage: str, step: int = 0, batch: int = 0) -> None:
         """Note that this process has reached a stage of a step. Cheap; called in every step."""
@@ -255,6 +256,7 @@ class Watchdog:
             message += f"{self._write_stacks()}; start the run again to resume from its checkpoint"
         with suppress(OSError):  # not through Python, whose main thread may hold the lock of stderr
             os.write(2, f"error: {message}\n".encode())
+        self.before_exit(message)
         self._heartbeats.leave()
         rank_processes.kill()
         if self._rank == 0:

@@ -9,6 +9,7 @@ import platform
 import re
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -113,6 +114,18 @@ def _limits_up_to(top: Path, below: str, limit_file: str, usage_file: str) -> It
 def usable_cores() -> int:
     """Return the number of cores this process may use, as limited by Slurm or a container."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_started_at() -> float:
+    """Return the Unix time at which this process started; the current time if it is unknown."""
+    now = time.time()
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds since the machine booted
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, ValueError, IndexError, AttributeError):  # no Linux
+        return now
+    return now - age if started and age > 0 else now
 
 
 def resident_bytes() -> int:

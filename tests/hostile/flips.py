@@ -51,7 +51,7 @@ validation = "data/validation"
 # the record of a preparation, without which the data is prepared again.
 NOT_READ = (
     ".lease", "tensorboard", "_CHECKPOINT_METADATA", "commit_success.txt", "run.log",
-    "data/manifest.json",
+    "goodput.jsonl", "data/manifest.json",
 )  # fmt: skip
 
 
