@@ -132,6 +132,11 @@ NAMES_OF = {
         "documents reset_attention_mask document_mask eod_mask_loss reset_position_ids"
     ),
     "program.precision": "grad_scaler gradscaler",
+    "program.precision.matmul_dtype": (
+        "quantization quantize_dtype fp8 float8 enable_fp8_linear fp8_format quant_type"
+    ),
+    "program.precision.recipe": "fp8_recipe float8_recipe recipe_name",
+    "program.precision.exclude": "filter_fqns",
     "program.precision.loss_scale": "loss_scaling static_loss_scale dynamic_loss_scale",
     "program.precision.initial_scale": (
         "init_scale initial_loss_scale initial_scale_power loss_scale_value"

@@ -90,4 +90,7 @@ class Assessment:
     chunk: int | None = None  # positions per chunk of the logits; None: the complete sequence
     findings: tuple[str, ...] = ()  # what the step computes or holds without need, and why
     flops_excess: float | None = None  # compiled FLOPs over those expected; None: not compiled
+    # Products of a step that were asked for in fp8 or int8, by what the compiler made of each: see
+    # lowering.hlo.quantized_products. None: not asked for, or not compiled.
+    products: Mapping[str, int] | None = None
     note: str = ""  # why there is no compiled program, or what is unknown about it

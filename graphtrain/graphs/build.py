@@ -48,6 +48,7 @@ from graphtrain.models.compute_dtype import check_compute_dtype
 from graphtrain.models.lora.layers import apply_lora
 from graphtrain.models.lora.trainable import LORA_A, frozen_arrays, trained_arrays
 from graphtrain.models.loss import dpo_loss
+from graphtrain.models.quantized_matmul import quantize_products
 from lowering.graph import Graph
 from lowering.tracing.constrain import constrain_tree, to_device_memory
 from lowering.trees import Tree, flatten, unflatten
@@ -210,7 +211,8 @@ def accumulate_gradients(
         batch: Arrays (microbatches, batch, seq).
         frozen: Frozen weights, if any.
     """
-    gradients, metrics = _scaled_gradients(program, state, batch, frozen)
+    with quantize_products(program.settings.precision):
+        gradients, metrics = _scaled_gradients(program, state, batch, frozen)
     return unscaled(gradients, loss_scale(program, state)), metrics
 
 

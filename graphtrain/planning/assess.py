@@ -25,6 +25,7 @@ from graphtrain.errors import PlanError
 from graphtrain.graphs.plan import plan_program
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.chunk_size import loss_chunk
+from graphtrain.planning.quantized_products import with_products
 from lowering.hlo.collectives import Collective, merged
 from sharding_rules.plan import Plan
 
@@ -114,7 +115,10 @@ def _from_outcome(
         )
     flops = record.get("flops") or None  # None: the backend reads no FLOPs
     compiled = _assessment(program, plan, memory, collectives, "compiler", flops)
-    return replace(compiled, compile_seconds=record["compile_seconds"], note=remark)
+    compiled = replace(compiled, compile_seconds=record["compile_seconds"], note=remark)
+    if program.settings.precision.matmul_dtype is None:
+        return compiled
+    return with_products(compiled, record.get("products", {}))
 
 
 def _missing_reason(outcome: TaskOutcome) -> str:

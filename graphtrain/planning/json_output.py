@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graphtrain.planning.collective_origins import significant
 from graphtrain.planning.memory_parts import PARTS, memory_sources
 from graphtrain.planning.phases import phase_as_json
+from graphtrain.planning.quantized_products import products_as_json
 from graphtrain.planning.tables import plan_as_json
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
         "findings": list(assessment.findings),
         "flops_excess": assessment.flops_excess,
         "compile_seconds": assessment.compile_seconds,
+        "quantized_products": products_as_json(assessment),
         "remark": assessment.note,
         "sources": {
             "memory": memory_sources(memory),

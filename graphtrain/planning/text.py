@@ -11,6 +11,7 @@ from graphtrain.models.grouped_matmul_support import step_computes_all_experts
 from graphtrain.planning.collective_origins import significant, unexplained
 from graphtrain.planning.formats import format_seconds, format_share
 from graphtrain.planning.memory_parts import memory_sources
+from graphtrain.planning.quantized_products import products_line
 from graphtrain.planning.tables import empty_table, megabytes, plan_table
 from graphtrain.planning.traffic_by_axes import sum_by_axes
 from lowering.machine import gpu_memory
@@ -81,6 +82,7 @@ def print_assessment(
         memory_table(assessment.memory, program.target),
         *_chunk_line(assessment),
         *_experts_line(program),
+        *products_line(program.settings.precision, assessment),
         collectives_table(assessment) if assessment.collectives else "no collectives",
         *_flags(causes),
         time_table(assessment),

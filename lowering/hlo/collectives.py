@@ -12,6 +12,7 @@ from typing import Any
 from lowering.hlo import fused_collectives
 from lowering.hlo.flops import instruction_flops
 from lowering.hlo.provenance import Provenance
+from lowering.hlo.quantized_products import quantized_product
 from lowering.hlo.replica_groups import mesh_axes_of_groups, parse_groups
 from lowering.hlo.text import Computation, HloModule, Instruction, arrays, nbytes, parse
 from lowering.hlo.trip_counts import trip_count
@@ -98,6 +99,8 @@ class ProgramFacts:
     # The first collective over each set of mesh axes, in the order of the schedule; empty if the
     # program is not scheduled.
     first_collectives: tuple[Collective, ...] = ()
+    # Executions of the products that were asked for in fp8 or int8; see quantized_products.
+    products: Mapping[str, int] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Any]:
         """Return the fields as JSON, by name."""
@@ -107,6 +110,7 @@ class ProgramFacts:
             "unknown_loops": self.unknown_loops,
             "kernels": dict(self.kernels),
             "first_collectives": [each.to_record() for each in self.first_collectives],
+            **({"products": dict(self.products)} if self.products else {}),
         }
 
     @classmethod
@@ -118,6 +122,7 @@ class ProgramFacts:
             record["unknown_loops"],
             record["kernels"],
             tuple(Collective.from_record(each) for each in record.get("first_collectives", ())),
+            record.get("products", {}),
         )
 
     @property
@@ -202,7 +207,8 @@ class _Reader:
         if base in _CALLS and (called := instruction.attribute(_CALLS[base])):
             return self.read_computation(called)
         flops = instruction_flops(computation, instruction)
-        return ProgramFacts(flops=flops, kernels=_kernel(instruction))
+        products = quantized_product(computation, instruction)
+        return ProgramFacts(flops=flops, kernels=_kernel(instruction), products=products)
 
     def _loop(self, computation: Computation, loop: Instruction) -> ProgramFacts:
         trips = trip_count(self.module, computation, loop)
@@ -267,13 +273,14 @@ def _sent_shapes(op: str, shapes: Sequence[str]) -> Sequence[str]:
 
 def _sum(readings: Iterable[ProgramFacts]) -> ProgramFacts:
     collectives: list[Collective] = []
-    flops, unknown, kernels = 0.0, 0, Counter[str]()
+    flops, unknown, kernels, products = 0.0, 0, Counter[str](), Counter[str]()
     for each in readings:
         collectives += each.collectives
         flops += each.flops
         unknown += each.unknown_loops
         kernels.update(each.kernels)
-    return ProgramFacts(tuple(collectives), flops, unknown, kernels)
+        products.update(each.products)
+    return ProgramFacts(tuple(collectives), flops, unknown, kernels, products=products)
 
 
 def _times(body: ProgramFacts, trips: int | None) -> ProgramFacts:
@@ -288,6 +295,7 @@ def _times(body: ProgramFacts, trips: int | None) -> ProgramFacts:
         body.flops * times,
         body.unknown_loops + (trips is None),
         {name: count * times for name, count in body.kernels.items()},
+        products={name: count * times for name, count in body.products.items()},
     )
 
 

@@ -17,6 +17,7 @@ _PACKAGES = {
     "obstore": ("obstore", "share"),
     "pyarrow": ("pyarrow", "data"),
     "prometheus_client": ("prometheus-client", "serve"),
+    "qwix": ("qwix", "quantized"),
     "securesystemslib": ("securesystemslib", "share"),
     "cryptography": ("cryptography", "share"),
     "simple_slurm": ("simple-slurm", "slurm"),

@@ -27,6 +27,13 @@ def model_problems(program: Program) -> Iterator[Problem]:
         yield Problem("machine", str(error), (("program", "model", setting),))
 
 
+def precision_problems(program: Program) -> Iterator[Problem]:
+    """Yield that the package for products in fp8 and int8 is not installed."""
+    if program.precision.matmul_dtype is not None and not is_installed("qwix"):
+        error = missing_extra("qwix", "program.precision.matmul_dtype")
+        yield Problem("machine", str(error), (("program", "precision", "matmul_dtype"),))
+
+
 def compiler_problems(program: Program) -> Iterator[Problem]:
     """Yield that the compiler for the target is not installed."""
     from lowering.machine.aot_devices import require_compiler

@@ -11,6 +11,7 @@ from graphtrain.api.checks.machine import (
     model_problems,
     output_problems,
     page_problems,
+    precision_problems,
     run_problems,
 )
 from graphtrain.api.checks.positions import position_problems
@@ -47,6 +48,7 @@ def problems(
     found += code_problems(config.program, trains=trains)
     if "machine" in kinds:
         found += model_problems(config.program)
+        found += precision_problems(config.program) if trains else []
     if "compiler" in kinds:
         found += compiler_problems(config.program)
     if "missing_data" in kinds and "machine" in kinds:

@@ -1,4 +1,4 @@
-"""[program.precision]: the loss scale of models that compute in float16."""
+"""[program.precision]: the loss scale of float16, and products in fp8 or int8."""
 
 from typing import Annotated, Literal
 
@@ -11,20 +11,34 @@ _INITIAL_SCALE = 65536.0
 _GROWTH_INTERVAL = 2000
 _GROWTH_FACTOR = 2.0
 _BACKOFF_FACTOR = 0.5
+# Parameters of layers whose products can be quantized, by their names.
+Quantizable = Literal[
+    "query", "key", "value", "output", "gate", "up", "gate_up", "down",
+    "shared_gate", "shared_up", "shared_down",
+]  # fmt: skip
+Recipe = Literal["tensor", "channel"]
+_RECIPES: dict[str, Recipe] = {"fp8": "tensor", "int8": "channel"}
 _OF_DYNAMIC = ("initial_scale", "growth_interval", "growth_factor", "backoff_factor")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Precision:
-    """Loss scale of float16. Gradients that would round to zero are computed from a larger loss.
+    """Loss scale of float16, and products in fp8 or int8; docs/guides/precision.md.
 
-    All settings are unset by default, so that checkpoints of other dtypes do not name them. The
-    dtype of computation is program.model.dtype.
+    All settings are unset by default, so that checkpoints of others do not name them. The dtype of
+    all other computation is program.model.dtype.
 
     Source: Micikevicius et al. 2017, section 3.2, https://arxiv.org/abs/1710.03740; the settings
     and their defaults are those of torch.amp.GradScaler.
     """
 
+    matmul_dtype: Literal["fp8", "int8"] | None = (
+        None  # of the layers' products; unset: model.dtype
+    )
+    # tensor: one scale for an operand. channel: one for each row and column. Unset: tensor for fp8,
+    # channel for int8.
+    recipe: Recipe | None = None  # fp8, int8: what shares a scale
+    exclude: tuple[Quantizable, ...] | None = None  # products that stay in model.dtype; unset: none
     # dynamic: grows until a gradient overflows, and that step is skipped. A number: constant.
     loss_scale: Literal["dynamic"] | PositiveFloat | None = None  # float16; unset: "dynamic"
     initial_scale: PositiveFloat | None = None  # dynamic: scale of the first step; unset: 65536
@@ -39,6 +53,15 @@ class Precision:
                 f'{used[0]} is a setting of loss_scale = "dynamic"; '
                 f"remove it, or loss_scale = {self.loss_scale}"
             )
+
+        if self.matmul_dtype is None and (self.recipe or self.exclude):
+            name = "recipe" if self.recipe else "exclude"
+            raise ValueError(f'{name} needs matmul_dtype; set it to "fp8" or "int8", or remove it')
+
+    @property
+    def recipe_or_default(self) -> Recipe | None:
+        """Return what shares a scale; None without fp8 and int8."""
+        return None if self.matmul_dtype is None else self.recipe or _RECIPES[self.matmul_dtype]
 
     def check_dtype(self, dtype: str) -> None:
         """Refuse a loss scale where the model does not compute in float16.

@@ -73,6 +73,8 @@ class Program:
 
     def __post_init__(self) -> None:
         self.precision.check_dtype(self.model.dtype)
+        if self.precision.matmul_dtype is not None:
+            _check_quantized_products(self)
         if is_imported(self.model):
             _check_imported(self)
         else:
@@ -157,6 +159,19 @@ def _reason(error: ValueError) -> str:
         first = error.errors(include_url=False)[0]
         return str(first.get("ctx", {}).get("error", first["msg"]))
     return str(error)
+
+
+def _check_quantized_products(program: Program) -> None:
+    """Refuse settings with which products cannot be in fp8 or int8."""
+    refused = {
+        "model.torch, model.hf or model.flax": is_imported(program.model),
+        "adapter": program.adapter is not None,
+        'batch.gradient_reduction = "per_step"': program.batch.gradient_reduction == "per_step",
+    }
+    if names := [name for name, is_set in refused.items() if is_set]:
+        raise ValueError(
+            f"precision.matmul_dtype cannot be used with {' and '.join(names)}; remove one of them"
+        )
 
 
 def check_preference(program: Program) -> None:
