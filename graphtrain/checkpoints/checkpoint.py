@@ -3,7 +3,7 @@
 Orbax is imported when the first checkpoint is saved or restored, not at the start of a run.
 """
 
-import os
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -194,7 +194,7 @@ class Checkpoints:
         with checkpoint_errors(damaged.checkpoint_path, "moved; move it away by hand"):
             destination = quarantine_path(self._named.parent, int(source.name))
             if distributed.rank() == 0:
-                os.rename(source, destination)
+                shutil.move(source, destination)  # which may be on another disk
         distributed.all_gather_text("")  # until it is moved
         if self._opened is not None:
             self._opened.reload()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def _fetch(
     damaged = directory / "checkpoints" / str(step)
     if damaged.exists():
         with write_errors(directory):
-            os.rename(damaged, destination := quarantine_path(directory, step))
+            shutil.move(damaged, destination := quarantine_path(directory, step))
         warnings.warn(f"{damaged} is damaged: moved it to {destination}", stacklevel=1)
     try:
         remote.download(step, directory, progress)

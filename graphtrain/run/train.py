@@ -30,6 +30,7 @@ from graphtrain.planning.parameters import ParameterCount, count_compiled_parame
 from graphtrain.run.agreement import check_same_executables, on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement
 from graphtrain.run.callbacks import Callback, check_callbacks, notify
+from graphtrain.run.checkpoint_places import finish_uploads, open_uploads, prepare_checkpoints
 from graphtrain.run.data_check import DataCheck
 from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.earlier_runs import set_aside, set_metrics_aside
@@ -50,7 +51,6 @@ from graphtrain.run.loop import (
 from graphtrain.run.metrics import Journal, Record, has_scores, read_journal
 from graphtrain.run.phases import PhasePrograms, PhaseSequence, index_of_phase, remaining_phases
 from graphtrain.run.programs import LoadedPrograms
-from graphtrain.run.remote_tier import fetch_checkpoint, finish_uploads, open_uploads
 from graphtrain.run.resume import (
     Resumption,
     batch_changed,
@@ -129,7 +129,7 @@ def train(
         identity = partial(identity_of, config)
         on_all_ranks(identity)  # which reads descriptions of datasets
         timeline.move(activities.RESTORE)
-        fetch_checkpoint(run, identity, allowed_changes, watchdog, log, fresh=fresh)
+        prepare_checkpoints(run, identity, allowed_changes, watchdog, log, fresh=fresh)
         timeline.move(activities.PREPARE)
         resumption = Resumption(directory, identity, allowed_changes, fresh=fresh)
         saved = bool(resumption.steps)

@@ -1,6 +1,7 @@
 """Checkpoints in an object store: of a run that is killed, and whose store fails."""
 
 import json
+import shutil
 import signal
 
 import pytest
@@ -62,7 +63,11 @@ def test_a_store_that_cannot_be_reached_never_stops_training(place, monkeypatch)
 
 
 def test_a_run_that_is_asked_to_stop_uploads_what_it_saves(place, tmp_path):
-    store = ["--set", f"run.checkpoints.remote={tmp_path / 'store'}"]
+    """Its checkpoints are on a disk of their own, which is lost."""
+    store = [
+        "--set", f"run.checkpoints.remote={tmp_path / 'store'}",
+        "--set", f"run.checkpoints.local={tmp_path / 'memory'}",
+    ]  # fmt: skip
     words = ["--set", "run.steps=100000", "--set", "run.checkpoints.local_every=100000"]
     process = place.start("run", "config.toml", *store, *words)
     while len(place.journal()) < 3:
@@ -73,8 +78,16 @@ def test_a_run_that_is_asked_to_stop_uploads_what_it_saves(place, tmp_path):
     last = place.journal()[-1]["step"]
     out, _ = place.command("checkpoints", "verify", str(tmp_path / "store"))
     assert out == f"{last}: intact\n"
+    assert (place.path / "run/checkpoints").readlink() == tmp_path / "memory"
+    shutil.rmtree(tmp_path / "memory")
+    more = ["--set", f"run.steps={last + 1}"]
+    out, _ = place.command("run", "config.toml", *store, *more)
+    assert f"trained {last + 1} steps (resumed from {last})" in out
+    assert (tmp_path / "memory" / str(last + 1)).is_dir()
     _, err = place.command("run", "config.toml", *store, *words, "--fresh", status=2)
-    assert f"has checkpoints (steps {last})" in err
+    assert "memory has checkpoints" in err and "with --fresh, move them away" in err
+    _, err = place.command("run", "config.toml", *store[:2], *words, "--fresh", status=2)
+    assert f"has checkpoints (steps {last}, {last + 1})" in err
     other = ["--set", "run.directory=other", "--set", "run.seed=9"]
-    _, err = place.command("run", "config.toml", *store, *words, *other, status=2)
+    _, err = place.command("run", "config.toml", *store[:2], *words, *other, status=2)
     assert "run.seed was 0 and is 9" in err and not (place.path / "other/checkpoints").exists()

@@ -51,6 +51,9 @@ def run_problems(config: Config) -> Iterator[Problem]:
     directory, setting = config.run.directory, ("run", "directory")
     if reason := directory_problem(Path(directory)):
         yield Problem("machine", f'run.directory = "{directory}": {reason}', (setting,))
+    local, setting = config.run.checkpoints.local, ("run", "checkpoints", "local")
+    if local is not None and (reason := directory_problem(Path(local))):
+        yield Problem("machine", f'run.checkpoints.local = "{local}": {reason}', (setting,))
     if config.run.checkpoints.remote is not None and not is_installed("obstore"):
         error = missing_extra("obstore", "run.checkpoints.remote")
         yield Problem("machine", str(error), (("run", "checkpoints", "remote"),))

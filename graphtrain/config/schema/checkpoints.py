@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from graphtrain.config.schema.types import STRICT, WRONG_PATH, NotNegativeFloat, Positive
+from graphtrain.config.schema.types import STRICT, WRONG_PATH, LocalPath, NotNegativeFloat, Positive
 
 _SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")  # that can be written and listed
 
@@ -30,6 +30,7 @@ StoreUrl = Annotated[str, Field(min_length=1), AfterValidator(_store_url)]
 class CheckpointSettings:
     """When checkpoints are saved, which of them are kept, and where copies of them are."""
 
+    local: LocalPath | None = None  # their directory, as on a RAM disk; unset: that of the run
     local_every: Positive = 1000  # steps between checkpoints; the last step is always saved
     keep: Positive = 3  # number of newest checkpoints to keep, on disk and in the object store
     keep_best: bool = False  # save and keep the checkpoint with the lowest validation loss too

@@ -1,4 +1,4 @@
-"""Copies of the checkpoints of a run in run.checkpoints.remote; without it, nothing happens."""
+"""Places of the checkpoints of a run: run.checkpoints.local and remote."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphtrain.checkpoints.info import CheckpointInfo
+from graphtrain.checkpoints.local_tier import link_local_tier
 from graphtrain.config.schema import Run
-from graphtrain.run.agreement import on_rank_zero
+from graphtrain.run.agreement import on_all_ranks, on_rank_zero
 from graphtrain.run.log import RunLog
 from graphtrain.run.resume import check_identity
 from graphtrain.run.stalls import LOADING, UPLOADING
@@ -29,7 +30,7 @@ def open_uploads(run: Run, log: RunLog) -> Uploads | None:
     return Uploads(Path(run.directory), run.checkpoints, log.note)
 
 
-def fetch_checkpoint(
+def prepare_checkpoints(
     run: Run,
     identity: Callable[[int], Mapping[str, Any]],
     allowed_changes: Sequence[str],
@@ -38,7 +39,9 @@ def fetch_checkpoint(
     *,
     fresh: bool,
 ) -> None:
-    """Download the newest checkpoint, if the store has a newer one. Called on every rank.
+    """Link the local directory; download the newest checkpoint, if the store has a newer one.
+
+    Called on every rank.
 
     Args:
         run: Settings of the run.
@@ -49,8 +52,14 @@ def fetch_checkpoint(
         fresh: Whether the run starts at step 0 in any case.
 
     Raises:
-        TrainingError: the store cannot be used, or the checkpoint is of another run.
+        TrainingError: a place cannot be used, or the checkpoint is of another run.
     """
+    directory, settings = Path(run.directory), run.checkpoints
+    if settings.local is not None and distributed.rank() == 0:
+        link = partial(link_local_tier, directory, settings.local, fresh=fresh)
+    else:
+        link = _do_nothing
+    on_all_ranks(link)
     if run.checkpoints.remote is None:
         return
     from graphtrain.run.remote_resume import fetch_newest
@@ -61,9 +70,12 @@ def fetch_checkpoint(
     def check(checkpoint: str, step: int, info: CheckpointInfo) -> None:
         check_identity(checkpoint, info, identity(step), allowed_changes)
 
-    directory, settings = Path(run.directory), run.checkpoints
     action = partial(fetch_newest, directory, settings, check, log.note, fresh=fresh, progress=wait)
     on_rank_zero(action, wait)
+
+
+def _do_nothing() -> None:
+    """Do nothing, as the ranks that share the directory with rank 0."""
 
 
 def finish_uploads(run: Run, uploads: Uploads | None, watchdog: Watchdog, step: int) -> None:
