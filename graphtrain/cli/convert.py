@@ -83,9 +83,14 @@ def megatron_to_graphtrain(
 @click.option(
     "--adapter", is_flag=True, help="Write only the trained LoRA adapter, in the format of PEFT."
 )
+@click.option(
+    "--averaged",
+    is_flag=True,
+    help="Write the moving average of the weights (program.optimizer.ema_decay).",
+)
 @json_option
 def graphtrain_to_hf(
-    source: Path, destination: Path, step: StepName, adapter: bool, as_json: bool
+    source: Path, destination: Path, step: StepName, adapter: bool, averaged: bool, as_json: bool
 ) -> None:
     """Convert SOURCE to DESTINATION, a Hugging Face model directory.
 
@@ -100,6 +105,8 @@ def graphtrain_to_hf(
 
     directory, chosen = source / "checkpoints", named_step(source / "checkpoints", step)
     if adapter:
+        if averaged:
+            raise click.UsageError("--adapter and --averaged exclude each other")
         _, summary = read_checkpoint(
             directory, chosen, lambda step: export_peft(source, destination, step)
         )
@@ -108,7 +115,9 @@ def graphtrain_to_hf(
             _, summary = read_checkpoint(
                 directory,
                 chosen,
-                lambda step: export_hugging_face(source, destination, show, step),
+                lambda step: export_hugging_face(
+                    source, destination, show, step, averaged=averaged
+                ),
             )
     _print_summary(summary, destination, as_json)
 

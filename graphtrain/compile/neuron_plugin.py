@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
+from graphtrain.config.phases import training_phases
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.build import build_graph
-from graphtrain.graphs.names import TRAINING_GRAPHS
+from graphtrain.graphs.names import training_graphs
 from lowering.neuron import plugin
 from lowering.xla import backend as xla
 
@@ -22,8 +23,10 @@ def extract_graphs(program: ResolvedProgram, observe: Callable[[str, str], None]
         ShardingError: an array cannot be sharded.
     """
     placed_on = plugin.devices(program.target)
-    for name in TRAINING_GRAPHS:
-        graph = build_graph(program, name)
-        lowered = xla.lower(graph, program.rules, program.mesh, program.target, placed_on)
-        plugin.extract_program(lowered)
-        observe(name, "extracted")
+    for phase in training_phases(program):
+        program = phase.program
+        for name in training_graphs(program):
+            graph = build_graph(program, name)
+            lowered = xla.lower(graph, program.rules, program.mesh, program.target, placed_on)
+            plugin.extract_program(lowered)
+            observe(f"{phase.label} {name}".strip(), "extracted")

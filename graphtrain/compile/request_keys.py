@@ -12,7 +12,7 @@ from typing import Any
 
 from graphtrain.cache.key import CacheKey
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.graphs.names import DUMP, TRAINING_GRAPHS
+from graphtrain.graphs.names import DUMP, is_training_graph, training_graphs
 from graphtrain.graphs.open_model import open_language_model
 from lowering.machine.toolchain import Toolchain
 
@@ -41,7 +41,7 @@ def request_keys(
 
     Args:
         program: the program.
-        names: graphs to include, of `graphs.names.graphs_for`; None for TRAINING_GRAPHS.
+        names: graphs to include, of `graphs.names.graphs_for`; None for those of training.
 
     Raises:
         ImportedModelError: the configuration or module of a PyTorch model does not exist.
@@ -65,13 +65,13 @@ def request_keys(
         name: CacheKey.of(
             graph=name, **parts | {"program": settings | _graph_settings(name, of_graphs)}
         )
-        for name in names or TRAINING_GRAPHS
+        for name in names or training_graphs(program)
     }
 
 
 def _graph_settings(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the settings of serving, or of a dump, that a graph depends on."""
-    if name in TRAINING_GRAPHS:
+    if is_training_graph(name):
         return {}
     if name == DUMP:
         return {DUMP: tables[DUMP]}

@@ -33,7 +33,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.errors import PlanError
 from graphtrain.graphs.build import build_graph
-from graphtrain.graphs.names import DUMP, TRAINING_GRAPHS
+from graphtrain.graphs.names import DUMP, is_training_graph
 from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.torch_xla.graphs import ExtractedGraph
 from lowering.artifact import RECORD_VERSION, Artifact
@@ -129,7 +129,8 @@ def compile_to_cache(
         The digest of the program, and whether it was compiled now.
     """
     if isinstance(program, ResolvedProgram):
-        program = check_model(program, cache, say, generates=name not in (*TRAINING_GRAPHS, DUMP))
+        of_training = is_training_graph(name) or name == DUMP
+        program = check_model(program, cache, say, generates=not of_training)
     say("tracing")
     lowered = lower(program, name)
     if name == "train" and isinstance(program, ResolvedProgram) and sizes_unknown(program.settings):

@@ -25,7 +25,7 @@ from graphtrain.graphs.loss_scale import (
     unless_overflow,
     unscaled,
 )
-from graphtrain.graphs.names import DUMP
+from graphtrain.graphs.names import DUMP, EVALUATE_AVERAGED
 from graphtrain.graphs.objectives import (
     answer_log_probs,
     key_implementation,
@@ -48,6 +48,7 @@ from graphtrain.models.compute_dtype import check_compute_dtype
 from graphtrain.models.lora.layers import apply_lora
 from graphtrain.models.lora.trainable import LORA_A, frozen_arrays, trained_arrays
 from graphtrain.models.loss import dpo_loss
+from graphtrain.models.optimizer_state import EMA
 from graphtrain.models.quantized_matmul import quantize_products
 from lowering.graph import Graph
 from lowering.tracing.constrain import constrain_tree, to_device_memory
@@ -66,7 +67,13 @@ def build_graph(program: ResolvedProgram, name: str) -> Graph:
     if (graph := serving_graph(program, name)) is not None:
         return graph
     check_compute_dtype(program)
-    makers = {"init": _init, "train": _train, "evaluate": _evaluate, DUMP: _dump}
+    makers = {
+        "init": _init,
+        "train": _train,
+        "evaluate": _evaluate,
+        EVALUATE_AVERAGED: _evaluate_averaged,
+        DUMP: _dump,
+    }
     return makers[name](program)
 
 
@@ -284,6 +291,30 @@ def _evaluate(program: ResolvedProgram) -> Graph:
             "batch": _batch(program, train=False),
         },
         {"metrics": {"loss_sum": _SCALAR, "targets": _SCALAR}},
+    )
+
+
+def _evaluate_averaged(program: ResolvedProgram) -> Graph:
+    """Build the evaluation of the moving average, which is sharded as optimizer state is."""
+    plain, specs = _evaluate(program), parameter_specs_of(program)
+    average = {"optimizer": {EMA: state_specs_of(program)["optimizer"][EMA]}}
+
+    def parameters(state: Tree) -> Tree:
+        stored = to_device_memory(state["optimizer"][EMA], average["optimizer"][EMA])
+        return constrain_tree(stored, specs, "parameter")
+
+    def evaluate(state: Tree, frozen: Tree, batch: Tree) -> Tree:
+        return plain.step(parameters(state), frozen, batch)
+
+    def evaluate_all(state: Tree, batch: Tree) -> Tree:
+        return plain.step(parameters(state), batch)
+
+    inputs = {name: specs for name, specs in plain.inputs.items() if name != "parameters"}
+    return Graph(
+        EVALUATE_AVERAGED,
+        evaluate if "frozen" in inputs else evaluate_all,
+        {"state": average, **inputs},
+        plain.outputs,
     )
 
 

@@ -11,6 +11,7 @@ ADAPTER_RANKS = "adapter_ranks"  # of a sequence: begin and end of its adapter's
 _FEW_TOKENS = 8  # of each slot in one call: the last tokens of texts
 _MOST_TOKENS = 1024  # of all slots in one call; with more, no matrix product is faster
 TRAINING_GRAPHS = ("init", "train", "evaluate")
+EVALUATE_AVERAGED = "evaluate_averaged"  # with program.optimizer.ema_decay
 DUMP = "dump"  # name of the training step that also returns arrays, and of its purpose
 KINDS = ("forward", "backward", "gradients")  # of the arrays of a dump; their names begin so
 SUMMARY = ("norm", "max_abs", "mean", "zeros", "non_finite")  # statistics of an array in a dump
@@ -30,6 +31,17 @@ def purpose_while_training(run: Run) -> Literal["batch", "evaluate"] | None:
     return None if run.samples is None else "batch"
 
 
+def is_training_graph(name: str) -> bool:
+    """Return whether a graph is of training, and not of generation."""
+    return name in (*TRAINING_GRAPHS, EVALUATE_AVERAGED)
+
+
+def training_graphs(program: ResolvedProgram) -> list[str]:
+    """Return the names of the graphs that a run of a program may need."""
+    has_average = program.optimizer.ema_decay is not None
+    return [*TRAINING_GRAPHS, *([EVALUATE_AVERAGED] if has_average else [])]
+
+
 def graphs_for(program: ResolvedProgram, purpose: Purpose) -> tuple[ResolvedProgram, list[str]]:
     """Return the program that a purpose needs, and the names of its graphs.
 
@@ -41,7 +53,7 @@ def graphs_for(program: ResolvedProgram, purpose: Purpose) -> tuple[ResolvedProg
     if purpose == "dump":
         return program, ["init", DUMP]
     if purpose == "train":
-        return program, list(TRAINING_GRAPHS)
+        return program, training_graphs(program)
     served = serving_program(program)
     if purpose != "serve":
         served = without_adapters(served)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,9 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.errors import TrainingError
+from graphtrain.graphs.names import EVALUATE_AVERAGED
 from graphtrain.models.flops import useful_flops_per_token
+from graphtrain.models.optimizer_state import EMA
 from graphtrain.run.agreement import on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement, index_share
 from graphtrain.run.data_check import DataCheck
@@ -383,21 +387,31 @@ class TrainingLoop:
         from graphtrain.run.evaluate import validation_loss
 
         self._finish_pending_step()
-        evaluate = self.programs["evaluate"]
-        rows = BatchPlacement(evaluate.inputs("batch"), self.program.target).rows
-        batches = on_all_ranks(lambda: run_validation_batches(run, self.program.settings, rows))
-        weights = state["parameters"], *self.frozen
-        target = self.program.target
+        target, number = self.program.target, itertools.count()
 
-        def should_stop(batch: int) -> bool:
-            self._move(EVALUATING, completed_steps, batch)
+        def should_stop(_: int) -> bool:
+            self._move(EVALUATING, completed_steps, next(number))
             self.checkpoints.raise_if_failed()
             return self.stop.should_stop()
 
-        loss = validation_loss(evaluate, weights, batches, target, should_stop=should_stop)
-        if loss is None:
-            return None
-        self._write({"step": completed_steps, "validation_loss": loss})
+        weights = {"evaluate": ("validation_loss", state["parameters"])}
+        if (average := state["optimizer"].get(EMA)) is not None:
+            named = "averaged_validation_loss", {"optimizer": {EMA: average}}
+            weights[EVALUATE_AVERAGED] = named
+        losses = {}
+        for graph, (name, tree) in weights.items():
+            evaluate = self.programs[graph]
+            rows = BatchPlacement(evaluate.inputs("batch"), target).rows
+            batches = on_all_ranks(
+                partial(run_validation_batches, run, self.program.settings, rows)
+            )
+            inputs = tree, *self.frozen
+            loss = validation_loss(evaluate, inputs, batches, target, should_stop=should_stop)
+            if loss is None:
+                return None
+            losses[name] = loss
+        self._write({"step": completed_steps, **losses})
+        loss = losses["validation_loss"]
         self._last_finished_at = time.perf_counter()  # do not count the evaluation as step time
         return loss
 

@@ -28,6 +28,7 @@ _EXACT_DIGITS = {
     "learning_rate": 9,
     "loss_scale": 17,
     "validation_loss": 17,
+    "averaged_validation_loss": 17,
 }
 _MAX_BYTES = 16 << 30  # a record has some 300 bytes
 
@@ -57,6 +58,7 @@ METRICS = {
     "memory_bytes": "memory in use on the fullest device of rank 0; on a CPU, of its process",
     "upload_lag_steps": "steps since the newest checkpoint in run.checkpoints.remote",
     "validation_loss": "mean loss of the validation data; in a record of its own, with step",
+    "averaged_validation_loss": "with program.optimizer.ema_decay: that of the averaged weights",
     "TASK/METRIC": "score on a task of run.tasks, for example boolq/acc; in a record of its own",
 }
 

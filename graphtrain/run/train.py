@@ -24,7 +24,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.run_record import write_run_config
 from graphtrain.config.schema import Config, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown
-from graphtrain.graphs.names import purpose_while_training
+from graphtrain.graphs.names import EVALUATE_AVERAGED, purpose_while_training
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.planning.parameters import ParameterCount, count_compiled_parameters
 from graphtrain.run.agreement import check_same_executables, on_all_ranks
@@ -144,7 +144,8 @@ def train(
         if saved and is_rank_zero:
             timeline.open(directory)
         initial_weights = on_all_ranks(lambda: InitialWeights.open(program, run, resuming=saved))
-        names = needed_graphs(run, resuming=saved)
+        has_average = program.optimizer.ema_decay is not None
+        names = needed_graphs(run, resuming=saved, has_average=has_average)
         engine = on_all_ranks(
             lambda: _open_engine(config, program, initial_weights, cache, compile_hint)
         )
@@ -243,10 +244,14 @@ def train(
         return summary
 
 
-def needed_graphs(run: Run, *, resuming: bool) -> list[str]:
+def needed_graphs(run: Run, *, resuming: bool, has_average: bool = False) -> list[str]:
     """Return the graphs that a run executes: a resumed one needs no initial state."""
-    evaluates = run.data.validation is not None
-    return [*([] if resuming else ["init"]), "train", *(["evaluate"] if evaluates else [])]
+    evaluations = ["evaluate", *([EVALUATE_AVERAGED] if has_average else [])]
+    return [
+        *([] if resuming else ["init"]),
+        "train",
+        *(evaluations if run.data.validation is not None else []),
+    ]
 
 
 def _stopped_while_loading(

@@ -105,7 +105,12 @@ def import_hugging_face(source: Path, destination: Path, progress: Progress) -> 
 
 
 def export_hugging_face(
-    source: Path, destination: Path, progress: Progress, step: int | None = None
+    source: Path,
+    destination: Path,
+    progress: Progress,
+    step: int | None = None,
+    *,
+    averaged: bool = False,
 ) -> ConversionSummary:
     """Convert a converted folder or a run into a folder that transformers can load.
 
@@ -118,13 +123,20 @@ def export_hugging_face(
         destination: folder to create.
         progress: called for each group of arrays.
         step: step of the run's checkpoint; None for the last.
+        averaged: whether to export the moving average of the run's weights.
 
     Raises:
-        WeightsError: no family can express the model, or the source is incomplete.
+        WeightsError: no family can express the model, the source is incomplete, or it has no
+            moving average.
     """
     if (run := _run_of_pytorch(source)) is not None:
+        if averaged:
+            raise WeightsError(
+                f"{source}: --averaged does not read runs of PyTorch models; make a run of the "
+                "averaged weights first (graphtrain convert reshard --averaged)"
+            )
         return _export_torch_model(run, source, destination, progress, step)
-    weights = open_weights(source, step)
+    weights = open_weights(source, step, averaged=averaged)
     # For a model trained from scratch, the folder may contain only a tokenizer.
     config = read_config(weights.side) if (weights.side / "config.json").is_file() else None
     model = with_unpadded_vocab(weights.model, config)

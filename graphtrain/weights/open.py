@@ -14,12 +14,15 @@ from graphtrain.weights.merged import MergedWeights
 from graphtrain.weights.sources import ConvertedFolder, RunCheckpoint, WeightSource
 
 
-def open_weights(directory: Path, step: int | None = None) -> WeightSource:
+def open_weights(
+    directory: Path, step: int | None = None, *, averaged: bool = False
+) -> WeightSource:
     """Open a converted folder or a run directory; the adapter of a run is merged.
 
     Args:
         directory: Converted folder or run directory.
         step: Step of the run's checkpoint; None for the last.
+        averaged: Whether the weights are the moving average of the run's weights.
 
     Raises:
         TrainingError: the run is not trained yet.
@@ -31,9 +34,14 @@ def open_weights(directory: Path, step: int | None = None) -> WeightSource:
             raise WeightsError(
                 f"{directory} is a converted folder, which has no checkpoints; do not pass a step"
             )
+        if averaged:
+            raise WeightsError(
+                f"{directory} is a converted folder, which has no averaged weights; remove "
+                "--averaged"
+            )
         return ConvertedFolder(directory)
     if (directory / "checkpoints").is_dir():
-        run = RunCheckpoint(directory, step)
+        run = RunCheckpoint(directory, step, averaged=averaged)
         if run.program.adapter is None:
             return run
         base = _open_base_weights(load_config(directory / "config.toml"), directory)

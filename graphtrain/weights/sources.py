@@ -17,6 +17,7 @@ from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
 from graphtrain.files import first_problem
 from graphtrain.models.lora.trainable import trained_arrays
+from graphtrain.models.optimizer_state import EMA
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.digests import verify_weights
 from graphtrain.weights.files import SafetensorsFiles, open_weight_files
@@ -112,13 +113,14 @@ class RunCheckpoint:
     Args:
         directory: Directory of the run.
         step: Step of the checkpoint; None for the last.
+        averaged: Whether to read the moving average of the weights as the weights.
 
     Raises:
         DamagedCheckpoint: a file of it is not as it was written.
-        WeightsError: there is no such checkpoint.
+        WeightsError: there is no such checkpoint, or it has no moving average.
     """
 
-    def __init__(self, directory: Path, step: int | None = None) -> None:
+    def __init__(self, directory: Path, step: int | None = None, *, averaged: bool = False) -> None:
         from graphtrain.checkpoints.info import check_same_model, read_checkpoint_info
         from graphtrain.checkpoints.manifest import verify_files
         from graphtrain.config import load_config
@@ -131,6 +133,12 @@ class RunCheckpoint:
         self.model = program.model
         checkpoint_info = read_checkpoint_info(self._checkpoints, self.step)
         check_same_model(self._checkpoints / str(self.step), checkpoint_info, program)
+        if averaged and program.optimizer.ema_decay is None:
+            raise WeightsError(
+                f"{directory} has no averaged weights; they are part of runs with "
+                "program.optimizer.ema_decay"
+            )
+        self._part = f"optimizer/{EMA}" if averaged else "parameters"
         rows = checkpoint_info.rows or layer_rows(resolve(program))
         self._row_of = {layer: row for row, layer in enumerate(rows) if layer is not None}
         self._held: dict[str, np.ndarray] = {}
@@ -156,7 +164,7 @@ class RunCheckpoint:
     def _load(self, path: str) -> np.ndarray:
         from graphtrain.checkpoints.arrays import restore_array
 
-        array = restore_array(self._checkpoints, self.step, f"parameters/{path}")
+        array = restore_array(self._checkpoints, self.step, f"{self._part}/{path}")
         if not path.startswith("layers/"):
             return array
         inner = trained_arrays(self.program)[path].shape[1:]

@@ -16,8 +16,8 @@ BLOCK = re.compile(r"^```console\n(.*?)^```", re.M | re.S)
 
 
 # Metrics that a run asks for, of DPO, of mixtures of experts, and of tasks.
-OTHER_METRICS = {"parameter_norm.MODULE", "update_norm.MODULE", "margin",
-                  "accuracy", "balance_loss", "router_z_loss", "expert_load_max",
+OTHER_METRICS = {"parameter_norm.MODULE", "update_norm.MODULE", "averaged_validation_loss",
+                 "margin", "accuracy", "balance_loss", "router_z_loss", "expert_load_max",
                  "expert_load_min", "dropped_choices", "TASK/METRIC"}  # fmt: skip
 
 

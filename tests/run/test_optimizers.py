@@ -2,7 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
+
+from graphtrain.checkpoints.arrays import restore_array
 
 CONSTANT = ["--set", "run.learning_rate.schedule=constant", "--set", "run.steps=8"]
 FREE = [*CONSTANT, "--set", "program.optimizer.kind=schedule_free"]
@@ -32,6 +36,25 @@ def test_a_schedule_free_run_saves_and_resumes_what_it_evaluated(place):
     place.command("run", "config.toml", *FREE)
     assert place.curve() == whole
 
+    # What is exported and generated with are the averaged weights, which the evaluation had.
+    place.command("convert", "graphtrain-to-hf", "run", "folder")
+    exported = load_file(place.path / "folder/model.safetensors")["model.embed_tokens.weight"]
+    checkpoints = place.path / "run/checkpoints"
+    averaged, z = (
+        restore_array(checkpoints, 8, f"{part}/embedding/tokens")
+        for part in ("parameters", "optimizer/schedule_free/z")
+    )
+    np.testing.assert_array_equal(exported, averaged)
+    assert not np.array_equal(averaged, z)
+    place.command("compile", "run", "--for", "generate")
+    by_run, _ = place.command("generate", "run", "def ", "--tokens", "4", "--json")
+    place.command("convert", "hf-to-graphtrain", "folder", "weights")
+    words = ["--set", "run.init_from=weights", "--set", "run.directory=again"]
+    by_export, _ = place.command(
+        "generate", "run/config.toml", "def ", "--tokens", "4", "--json", *words
+    )
+    assert json.loads(by_run)["tokens"] == json.loads(by_export)["tokens"]
+
 
 @pytest.mark.usefixtures("compiled_quickly")
 def test_a_moving_average_begins_at_the_initial_weights_and_becomes_a_run_by_name(place):
@@ -51,10 +74,17 @@ def test_a_moving_average_begins_at_the_initial_weights_and_becomes_a_run_by_nam
     _, err = place.command("convert", "reshard", "first", "mean", "--averaged", *to, status=2)
     assert "first has no averaged weights; they are part of runs with" in err
     place.command("convert", "reshard", "run", "mean", "--averaged", *to)
+    (evaluated,) = [one for one in place.journal() if "validation_loss" in one]
     start, end = (
         validation_loss(place, "--set", "run.directory=first"),
         validation_loss(place, *words),
     )
     mean = validation_loss(place, *words, "--set", "run.directory=mean")
+    assert evaluated["averaged_validation_loss"] == mean
     assert end < start - 0.1 and abs(mean - start) < 0.02 and mean != start
     place.command("convert", "graphtrain-to-hf", "mean", "folder")
+    place.command("convert", "graphtrain-to-hf", "run", "averaged", "--averaged")
+    files = [place.path / name / "model.safetensors" for name in ("folder", "averaged")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    _, err = place.command("convert", "graphtrain-to-hf", "first", "none", "--averaged", status=2)
+    assert "first has no averaged weights; they are part of runs with" in err
