@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import is_imported
 from graphtrain.cost_model.padded_stages import with_padding_layers
+from graphtrain.cost_model.update_flops import update_flops
 from graphtrain.models.flops import Part, forward_flops_by_part
 from graphtrain.models.grouped_matmul_support import step_computes_all_experts
 
@@ -90,12 +91,14 @@ def step_flops(program: ResolvedProgram, *, flash: bool, masked: bool = True) ->
 
 
 def expected_excess(program: ResolvedProgram, *, flash: bool) -> float:
-    """Return the FLOPs of a step, with what devices compute in vain, over those of step_flops().
+    """Return the FLOPs of a step over those of step_flops().
 
+    They include what devices compute in vain, and the optimizer's products of matrices.
     Arithmetic for a step that is not compiled; compiled_excess() is the same of one that is.
     """
     parts = flops_by_part(program, flash=flash)
-    return sum(part.computed for part in parts) / sum(part.ideal for part in parts)
+    computed = sum(part.computed for part in parts) + update_flops(program)
+    return computed / sum(part.ideal for part in parts)
 
 
 def compiled_excess(

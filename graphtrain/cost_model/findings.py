@@ -11,9 +11,11 @@ from graphtrain.cost_model.compute import (
     expected_excess,
     flops_by_part,
     replicated,
+    step_flops,
 )
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.sizes import DeviceSizes
+from graphtrain.cost_model.update_flops import update_flops
 from graphtrain.models.attention.kernel_support import (
     attention_of_step,
     step_uses_flash_kernel,
@@ -108,7 +110,10 @@ def _needless_flops(program: ResolvedProgram, excess: float | None) -> Iterator[
             "chosen experts. Set program.model.moe.capacity_factor, for example to 1.25."
         )
         return
-    known = expected_excess(program, flash=flash) if repeats else 1.0
+    known = expected_excess(program, flash=flash)
+    if not repeats:  # of the model; the optimizer's products are expected
+        model = step_flops(program, flash=flash, masked=False)
+        known = 1 + update_flops(program) / model
     if excess is not None and excess > EXCESS * known:
         cause = "no known cause; compare the step without parts of its settings (plan diff)"
         if moe is not None and (capacity := moe.capacity_factor or 0) > 1:
