@@ -55,13 +55,16 @@ def scale_by_muon(
     matrices = {path: spec for path, spec in parameters.items() if is_hidden_matrix(spec)}
     decay, nesterov = optimizer.momentum_or_default, optimizer.nesterov_or_default
     adam = optax.scale_by_adam(
-        optimizer.beta1, optimizer.beta2, optimizer.epsilon, mu_dtype=optimizer.moment_dtype
+        optimizer.beta1,
+        optimizer.beta2,
+        optimizer.epsilon,
+        mu_dtype=optimizer.computed_moment_dtype,
     )
 
     def init(params: Any) -> Any:  # optax's names
         of_matrices, others = _divide(params, matrices)
         momenta = {
-            path: jnp.zeros_like(array, optimizer.moment_dtype)
+            path: jnp.zeros_like(array, optimizer.computed_moment_dtype)
             for path, array in of_matrices.items()
         }
         return {"mu": momenta, "adam": adam.init(others)}
@@ -86,7 +89,9 @@ def scale_by_muon(
         )
         by_adam: Any
         by_adam, adam_state = adam.update(others, state["adam"])
-        stored = {path: array.astype(optimizer.moment_dtype) for path, array in momenta.items()}
+        stored = {
+            path: array.astype(optimizer.computed_moment_dtype) for path, array in momenta.items()
+        }
         return unflatten(orthogonal | by_adam), {"mu": stored, "adam": adam_state}
 
     return optax.GradientTransformation(init, update)

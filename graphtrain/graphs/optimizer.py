@@ -11,6 +11,7 @@ from graphtrain.config.schema import Optimizer
 from graphtrain.config.user_code import UserCode
 from graphtrain.errors import ConfigError
 from graphtrain.graphs.adafactor import scale_by_adafactor
+from graphtrain.graphs.int8_moments import with_int8_moments
 from graphtrain.graphs.muon import scale_by_muon
 from graphtrain.graphs.schedule_free import schedule_free
 from graphtrain.models.matrices import is_hidden_matrix
@@ -46,7 +47,11 @@ def make_optimizer(
     if optimizer.kind == "schedule_free":
         transforms["schedule_free"] = schedule_free(optimizer, decays)
     else:
-        transforms |= _directions(optimizer, parameters, dtype)
+        directions = _directions(optimizer, parameters, dtype)
+        if optimizer.moment_dtype == "int8":
+            specs = flatten(parameters)
+            directions = {name: with_int8_moments(one, specs) for name, one in directions.items()}
+        transforms |= directions
         if optimizer.weight_decay and optimizer.custom is None:
             transforms["decay"] = optax.add_decayed_weights(optimizer.weight_decay, decays)
         transforms["rate"] = _descend()
@@ -62,8 +67,9 @@ def _directions(
     if (code := optimizer.user_code) is not None:
         return {"custom": _custom(code, optimizer.arguments), "steps": _count_steps()}
     kind, beta1, beta2 = optimizer.kind, optimizer.beta1, optimizer.beta2
+    dtype_of_moments = optimizer.computed_moment_dtype
     if kind == "lion":
-        return {"lion": optax.scale_by_lion(beta1, beta2, mu_dtype=optimizer.moment_dtype)}
+        return {"lion": optax.scale_by_lion(beta1, beta2, mu_dtype=dtype_of_moments)}
     if kind == "sgd":
         return _sgd(optimizer)
     if kind == "adafactor":
@@ -76,14 +82,16 @@ def _directions(
                 'apart from embeddings and the LM head; use kind = "adamw"'
             )
         return {"muon": scale_by_muon(optimizer, specs, dtype)}
-    adam = optax.scale_by_adam(beta1, beta2, optimizer.epsilon, mu_dtype=optimizer.moment_dtype)
+    adam = optax.scale_by_adam(beta1, beta2, optimizer.epsilon, mu_dtype=dtype_of_moments)
     return {"adam": adam}
 
 
 def _sgd(optimizer: Optimizer) -> dict[str, optax.GradientTransformation]:
     if (decay := optimizer.momentum_or_default) == 0:
         return {"steps": _count_steps()}
-    return {"sgd": optax.trace(decay, optimizer.nesterov_or_default, optimizer.moment_dtype)}
+    return {
+        "sgd": optax.trace(decay, optimizer.nesterov_or_default, optimizer.computed_moment_dtype)
+    }
 
 
 def _descend() -> optax.GradientTransformationExtraArgs:

@@ -10,6 +10,8 @@ from graphtrain.models.matrices import is_hidden_matrix, matrix_axes
 from sharding_rules.arrays import ArraySpec
 
 Z, EMA = "schedule_free/z", "ema"  # parts of the state that begin as copies of the weights
+MOMENTS = ("mu", "trace")  # names of first moments in the states of optax
+_STACKS = ("virtual_stages", "layers", "experts")
 
 
 def copies_of_weights(optimizer: Optimizer) -> list[str]:
@@ -34,14 +36,31 @@ def optimizer_arrays(
         if optimizer.ema_decay is not None:
             parts |= {EMA: spec}
         for part, array in parts.items():
-            placed = replace(array, role="optimizer", memory=memory)
-            by_part.setdefault(part, {})[f"{part}/{path}"] = placed
+            for stored, spec_of_part in _stored(part, array, optimizer).items():
+                placed = replace(spec_of_part, role="optimizer", memory=memory)
+                by_part.setdefault(stored, {})[f"{stored}/{path}"] = placed
     return {path: array for arrays in by_part.values() for path, array in arrays.items()}
+
+
+def is_stored_in_int8(spec: ArraySpec) -> bool:
+    """Return whether int8 moments of an array are integers: it has rows, and is no vector."""
+    return len([axis for axis in spec.axes if axis not in _STACKS]) > 1
+
+
+def _stored(part: str, array: ArraySpec, optimizer: Optimizer) -> dict[str, ArraySpec]:
+    """Return the arrays in which a part of the state is stored: two of a first moment in int8."""
+    is_moment = part.rpartition("/")[2] in MOMENTS
+    if optimizer.moment_dtype != "int8" or not is_moment:
+        return {part: array}
+    if not is_stored_in_int8(array):
+        return {f"{part}/values": array}
+    scales = replace(array, shape=array.shape[:-1], axes=array.axes[:-1])
+    return {f"{part}/values": replace(array, dtype="int8"), f"{part}/scales": scales}
 
 
 def _of_kind(spec: ArraySpec, optimizer: Optimizer) -> dict[str, ArraySpec]:
     """Return the arrays of the state that belong to one parameter, by part of the state."""
-    moment, kind = replace(spec, dtype=optimizer.moment_dtype), optimizer.kind
+    moment, kind = replace(spec, dtype=optimizer.computed_moment_dtype), optimizer.kind
     if kind == "lion":
         return {"lion/mu": moment}
     if kind == "sgd":

@@ -15,7 +15,7 @@ from graphtrain.models.matrices import (
     is_hidden_matrix,
     matrix_axes,
 )
-from lowering.trees import flatten
+from lowering.trees import flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
@@ -43,6 +43,51 @@ def test_packed_state_unpacks_to_itself(settings):
     again = unpack(pack(state), state)
     assert jax.tree.structure(again) == jax.tree.structure(state)
     assert list(flatten(pack(state))) == ["adam/count", "adam/mu/w", "adam/nu/w"]
+
+
+SPECS = {
+    "layers/norm/scale": ArraySpec((2, 16), ("layers", "embed")),
+    "layers/mlp/up": ArraySpec((2, 16, 64), ("layers", "embed", "mlp")),
+}
+
+
+def after_steps(settings: Optimizer, steps: int):
+    """Return parameters and packed state after steps down a noisy quadratic."""
+    optimizer = make_optimizer(settings, unflatten(SPECS))
+    start = {path: jnp.ones(spec.shape) for path, spec in SPECS.items()}
+    parameters, noise = unflatten(start), jax.random.key(0)
+
+    @jax.jit
+    def step(parameters, state, number):
+        key = jax.random.fold_in(noise, number)
+        gradients = jax.tree.map(
+            lambda array: 0.1 * array + jax.random.normal(key, array.shape), parameters
+        )
+        updates, state = optimizer.update(gradients, state, parameters, learning_rate=1e-2)
+        return jax.tree.map(jnp.add, parameters, updates), state
+
+    state = optimizer.init(parameters)
+    for number in range(steps):
+        parameters, state = step(parameters, state, number)
+    return flatten(parameters), flatten(pack(state))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lion", "sgd", "muon"])
+def test_int8_moments_follow_those_in_float32(kind):
+    """Half the distance between two integers at each step, so that the paths stay close."""
+    wanted, exact = after_steps(Optimizer(kind=kind, weight_decay=0.0), 50)
+    found, state = after_steps(Optimizer(kind=kind, weight_decay=0.0, moment_dtype="int8"), 50)
+    part = next(path.removesuffix("/layers/mlp/up") for path in exact if path.endswith("mlp/up"))
+    values = state[f"{part}/values/layers/mlp/up"]
+    scales = state[f"{part}/scales/layers/mlp/up"]
+    assert values.dtype == jnp.int8 and scales.shape == (2, 16)
+    error = jnp.abs(values * scales[..., None] - exact[f"{part}/layers/mlp/up"])
+    assert (error <= 4 * scales[..., None]).all()  # rounding of earlier steps decays
+    norms = [path for path in state if path.endswith("norm/scale") and "nu" not in path]
+    assert all(state[path].dtype == jnp.float32 for path in norms)
+    moved = float(jnp.linalg.norm((wanted["layers/mlp/up"] - 1).reshape(-1)))
+    apart = float(jnp.linalg.norm((found["layers/mlp/up"] - wanted["layers/mlp/up"]).reshape(-1)))
+    assert 0 < apart < (0.3 if kind == "lion" else 0.05) * moved  # Lion takes only the sign
 
 
 @pytest.mark.parametrize(

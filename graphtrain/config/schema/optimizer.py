@@ -55,7 +55,7 @@ class Optimizer:
     decay_mask: Literal["matrices", "all"] = "matrices"  # decayed weights; not norms and biases
     clip_norm: NotNegativeFloat = 1.0  # maximum global norm of the gradients; 0: no clipping
     offload_to_host: bool = False  # keep the moments in host memory, if the target supports it
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of the first moment
+    moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"  # of the first moment
     momentum: Fraction | None = None  # muon, sgd: its decay rate; unset: 0.95, 0.9
     nesterov: bool | None = None  # muon, sgd: Nesterov's momentum; unset: true, false
     newton_schulz_steps: Positive | None = None  # muon: iterations; unset: 5
@@ -105,6 +105,11 @@ class Optimizer:
     def has_moment_dtype(self) -> bool:
         """Return whether the dtype of a first moment can be chosen."""
         return self.custom is None and "moment_dtype" in _OF_KIND[self.kind]
+
+    @property
+    def computed_moment_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Return the dtype in which a step computes the first moment; int8 is only stored."""
+        return "float32" if self.moment_dtype == "int8" else self.moment_dtype
 
     @property
     def momentum_or_default(self) -> float:
