@@ -13,7 +13,9 @@ HEAD = """# Machines
 Every machine that a [target](../guides/targets.md) can name, with the numbers that plans use,
 from `lowering/machine/topologies.toml`. `cpu` is this machine: its memory is read when a command
 runs. Numbers are those of one device: a GPU, a TPU chip (of `tpu7x`, half a chip), a NeuronCore
-or an NPU. None of them was measured by graphtrain.
+or an NPU. None of them was measured by graphtrain. What products and causal attention reach of
+the peak is fitted to [published steps](../BENCHMARKS.md#published-steps); a machine without these
+numbers is taken to reach what another of its platform does: `h100`, `v5p`, `trn1`, `ascend910b`.
 
 """
 SOURCES = "\n## Sources\n\n"
@@ -23,7 +25,8 @@ def page() -> str:
     """Return the page."""
     tables = read_toml(Path(target.__file__).with_name("topologies.toml"))
     head = ("machine", "platform", "memory, GB", "bandwidth, GB/s", "bfloat16, TFLOP/s",
-            "float32, TFLOP/s", "link, GB/s", "network, GB/s", "devices per host")  # fmt: skip
+            "float32, TFLOP/s", "link, GB/s", "network, GB/s", "devices per host",
+            "products reach, %", "attention reaches, %")  # fmt: skip
     rows = [_row(name, one) for name, one in tables.items()]
     sources = [(f"`{name}`", one["source"]) for name, one in tables.items()]
     return HEAD + table(head, rows) + SOURCES + table(("machine", "source"), sources)
@@ -40,7 +43,12 @@ def _row(name: str, one: dict[str, Any]) -> tuple[str, ...]:
         _scaled(one.get("link"), 1e9),
         _scaled(one.get("network"), 1e9),
         str(one.get("group", "")),
+        *(_percent(one.get("achieved", {}).get(name)) for name in ("products", "attention")),
     )
+
+
+def _percent(fraction: float | None) -> str:
+    return "" if fraction is None else f"{fraction:.0%}".removesuffix("%")
 
 
 def _scaled(number: float | None, unit: float) -> str:

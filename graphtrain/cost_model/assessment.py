@@ -40,13 +40,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Roofline estimate of the time of a training step, in seconds; None if unknown.
+    """Estimate of the time of a training step, in seconds; None if unknown.
 
     The traffic is read from the compiled program or estimated.
     """
 
-    compute: float | None  # matrix products at peak FLOP/s, including recomputation
-    memory: float | None  # reads and writes of weights, state and activations at the bandwidth
+    compute: (
+        float | None
+    )  # products and attention, at the share of the peak that the target reaches
+    memory: float | None  # state, and activations between the products, at the bandwidth
     communication: Mapping[str, float | None]  # by mesh axes, as "fsdp" or "data+fsdp"
     bubble: float | None  # idle time of a pipeline stage
     overlapped: float | None  # part of the communication that overlaps with compute
@@ -61,7 +63,7 @@ class StepTime:
         """Time of the parts that are known, by which strategies are compared."""
         sent = sum(seconds or 0.0 for seconds in self.communication.values())
         exposed = sent - (self.overlapped or 0.0)
-        return max(self.compute or 0.0, self.memory or 0.0) + exposed + (self.bubble or 0.0)
+        return (self.compute or 0.0) + (self.memory or 0.0) + exposed + (self.bubble or 0.0)
 
     @property
     def is_complete(self) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Memory
-from graphtrain.cost_model.passes import Passes
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
@@ -61,20 +60,6 @@ def memory(program: ResolvedProgram, weights: Sequence[ShardedWeight] | None = N
         source="estimate",
         frozen=frozen,
     )
-
-
-def activation_bytes_written(program: ResolvedProgram) -> float:
-    """Return the bytes of activations that a device writes in a step, of all its microbatches.
-
-    The forward pass of each layer writes what the backward pass reads; in a pipeline that
-    recomputes its stages, the second forward pass does, and each tick writes its input too.
-    """
-    sizes = DeviceSizes.of(program)
-    per_layer = _saved_per_layer(program, sizes, step_uses_flash_kernel(program))
-    written = program.batch.microbatches * sizes.layers * per_layer
-    if program.mesh.axes.get("stage", 1) > 1:
-        written += Passes.of(program).ticks * _stage_input(program, sizes)
-    return written
 
 
 def lower_bound(program: ResolvedProgram) -> int:

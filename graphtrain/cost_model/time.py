@@ -1,4 +1,4 @@
-"""Roofline time of a training step, in seconds: compute, memory, communication, pipeline bubble."""
+"""Time of a training step, in seconds: compute, memory, communication, pipeline bubble."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema.types import item_bytes
 from graphtrain.cost_model.assessment import Memory, StepTime
-from graphtrain.cost_model.compute import expected_excess, step_flops
-from graphtrain.cost_model.memory import activation_bytes_written
+from graphtrain.cost_model.compute import expected_excess, flops_by_part
+from graphtrain.cost_model.elementwise import elementwise_bytes
 from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.models.flops import step_flops_per_token
-from lowering.machine.target import Target
+from lowering.machine.target import AT_PEAK, Achieved, Target
 from sharding_rules.mesh import MeshShape
 
 if TYPE_CHECKING:
     from lowering.hlo.collectives import Collective
 
 # Mesh axes whose communication overlaps with compute: gradients and gathered weights are sent while
-# other layers compute.
-OVERLAPPED_AXES = {"data", "fsdp"}
+# other layers compute, keys and values of a ring while its blocks do.
+OVERLAPPED_AXES = {"data", "fsdp", "context"}
 # Seconds to start one collective: assumed, the order of a kernel launch and a handshake.
 _LATENCY = 5e-6
 
@@ -30,32 +29,33 @@ def step_time(
     memory: Memory,
     collectives: Iterable[Collective],
     bubble: float = 0.0,
-    efficiency: float = 1.0,
+    achieved: Achieved | None = None,
     flash: bool = False,
     excess: float | None = None,
 ) -> StepTime:
-    """Estimate the time of a training step by roofline. What the machine's table lacks is None.
+    """Estimate the time of a training step. What the machine's table lacks is None.
 
     Args:
         program: the program.
         memory: Memory of a device, from the compiler or an estimate.
         collectives: Read from a compiled program, or predicted.
         bubble: Fraction of a pipeline's ticks in which a stage is idle.
-        efficiency: Fraction of the machine's peak that products reach; 1.0 is the roofline.
+        achieved: Fractions of the machine's peak that programs reach. Default: the target's; the
+            peak itself where none are known.
         flash: Whether attention is a kernel, which skips the masked half of its scores.
         excess: FLOPs over those that the model needs: compiled_excess() of a compiled step.
             Default: expected_excess(), by arithmetic.
     """
     mesh, target = program.mesh, program.target
-    compute = _seconds_of_compute(program, flash)
+    achieved = achieved or target.achieved or AT_PEAK
+    compute = _seconds_of_compute(program, achieved, flash)
     if compute is not None:
         counted = expected_excess(program, flash=flash) if excess is None else excess
-        compute *= max(1.0, counted) / efficiency
+        compute *= max(1.0, counted)
     communication = communication_seconds(collectives, mesh, target)
     hideable = sum(
-        seconds or 0.0
+        (seconds or 0.0) * overlap_of(axes.split("+"), achieved)
         for axes, seconds in communication.items()
-        if set(axes.split("+")) <= OVERLAPPED_AXES
     )
     exposed = sum(seconds or 0.0 for seconds in communication.values()) - hideable
     # Collectives are counted in the bubble's ticks too. Without a known compute time, their share
@@ -63,7 +63,7 @@ def step_time(
     idle = (exposed if compute is None else compute) * bubble / (1 - bubble)
     return StepTime(
         compute=compute,
-        memory=_seconds_of_memory(program, memory),
+        memory=_seconds_of_memory(program, memory, flash),
         communication=communication,
         bubble=idle,
         overlapped=None if compute is None else min(hideable, compute),
@@ -90,27 +90,34 @@ def mfu(program: ResolvedProgram, seconds: float | None, *, causal: bool = False
     return useful / (seconds * peak) if peak and seconds else None
 
 
-def _seconds_of_compute(program: ResolvedProgram, flash: bool) -> float | None:
+def overlap_of(axes: Iterable[str], achieved: Achieved) -> float:
+    """Return the fraction of the communication over mesh axes that overlaps with compute."""
+    others = {*axes} - OVERLAPPED_AXES
+    return 1.0 if not others else achieved.tensor_overlap if others == {"tensor"} else 0.0
+
+
+def _seconds_of_compute(program: ResolvedProgram, achieved: Achieved, flash: bool) -> float | None:
+    """Return the seconds of products and attention; None if the peak FLOP/s is unknown."""
     peak = program.target.peak_flops(program.model.dtype)
-    return step_flops(program, flash=flash) / peak if peak else None
+    if not peak:
+        return None
+    parts = {part.name: part.ideal / peak for part in flops_by_part(program, flash=flash)}
+    scores = parts.pop("attention scores")
+    reached = achieved.attention if flash else achieved.products
+    return sum(parts.values()) / achieved.products + scores / reached
 
 
-def _seconds_of_memory(program: ResolvedProgram, memory: Memory) -> float | None:
-    """Return the seconds of memory traffic; None if the bandwidth is unknown.
+def _seconds_of_memory(program: ResolvedProgram, memory: Memory, flash: bool) -> float | None:
+    """Return the seconds of memory traffic outside of products; None if the bandwidth is unknown.
 
-    State is read and written once per step; weights are read twice per microbatch, activations and
-    temporaries are written and read once per microbatch.
+    State is read and written once per step. Weights are read by the products, which takes less
+    time than they compute unless a microbatch has few tokens.
     """
     bandwidth = program.target.specification.get("bandwidth")
     if not bandwidth:
         return None
     state = 2 * (memory.parameters + memory.optimizer + memory.gradients)
-    width = item_bytes(program.model.dtype)
-    weights = 2 * program.batch.microbatches * memory.parameters * width / 4
-    weights += 2 * program.batch.microbatches * memory.frozen
-    passing = 2 * program.batch.microbatches * memory.temporaries
-    passing += 2 * activation_bytes_written(program)
-    return (state + weights + passing) / bandwidth
+    return (state + elementwise_bytes(program, flash)) / bandwidth
 
 
 def communication_seconds(
@@ -132,19 +139,30 @@ def bandwidth_of(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> floa
     """Return the bytes per second that a device sends along mesh axes; 0.0 if unknown.
 
     GPUs of one host use its link. Between hosts, the members of a group that share a host use their
-    network ports together. On a torus a ring has the links of one dimension.
+    network ports together. On a torus a group has the links of the dimensions that it spans.
     """
     specification, linked = target.specification, target.linked_devices
     if "link" not in specification or not axes:
         return 0.0
     one_way = specification["link"] / 2
     if target.platform == "tpu":
-        return one_way / len(target.topology)
+        return one_way * _dimensions(mesh.size(axes), target) / len(target.topology)
     if not crosses_hosts(axes, mesh, target):
         return one_way
     if "network" not in specification or linked is None:
         return 0.0
     return min(one_way, _members_per_host(axes, mesh, linked) * specification["network"] / 2)
+
+
+def _dimensions(group: int, target: Target) -> int:
+    """Return how many dimensions of a torus a group of devices spans, the longest ones first."""
+    chips = group / target.specification.get("devices_per_chip", 1)
+    spanned = 0
+    for size in sorted(target.topology, reverse=True):
+        if chips <= 1:
+            break
+        chips, spanned = chips / size, spanned + 1
+    return max(1, spanned)
 
 
 def crosses_hosts(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> bool:

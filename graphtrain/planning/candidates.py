@@ -22,7 +22,7 @@ from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.models.shapes import state_arrays
 from graphtrain.planning.formats import format_seconds, format_share
 from lowering.errors import LoweringError
-from lowering.machine.target import Target
+from lowering.machine.target import Achieved, Target
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
@@ -118,13 +118,14 @@ class SearchOptions:
 
 
 def candidates(
-    program: Program, attained: float = 1.0, choices: SearchOptions = SearchOptions()
+    program: Program, attained: float | None = None, choices: SearchOptions = SearchOptions()
 ) -> Iterator[Candidate]:
     """Yield every strategy whose sizes divide, including those that do not fit in memory.
 
     Args:
         program: program with a native model.
-        attained: fraction of the machine's peak FLOP/s that matrix products reach.
+        attained: fraction of the machine's peak FLOP/s that products and attention reach. Default:
+            those of the target.
         choices: restrictions of the search.
     """
     load_rules = cache(Rules.load)  # once for this search, also the user's files
@@ -148,15 +149,16 @@ def candidates(
 
 
 def _candidate(
-    program: ResolvedProgram, weights: Sequence[ShardedWeight], attained: float
+    program: ResolvedProgram, weights: Sequence[ShardedWeight], attained: float | None
 ) -> Candidate:
     estimated_memory = memory(program, weights)
     if not estimated_memory.fits:
         return Candidate(program, estimated_memory)
     collectives = predict_collectives(program, weights)
     flash = step_uses_flash_kernel(program)
+    achieved = None if attained is None else Achieved(attained, attained, tensor_overlap=0.0)
     estimated_time = step_time(
-        program, estimated_memory, collectives, bubble_of(program), attained, flash
+        program, estimated_memory, collectives, bubble_of(program), achieved, flash
     )
     seconds = estimated_time.total if estimated_time.is_complete else None
     utilization = mfu(program, seconds, causal=flash)

@@ -13,7 +13,7 @@ from sharding_rules.plan import Plan
 
 Kind = Literal["placement", "memory", "communication", "time"]
 
-_MFU = "MFU at most"
+_MFU = "MFU"
 _MEMORY = (
     "parameters",
     "frozen",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _TEXT_COLUMNS = "mesh", "zero", "sequence", "schedule", "micro", "remat"
-_NUMBER_COLUMNS = "seconds", "MFU at most", "sent", "peak"
+_NUMBER_COLUMNS = "seconds", "MFU", "sent", "peak"
 
 
 def as_json(search_result: SearchResult, ranked: Sequence[Candidate]) -> dict[str, Any]:

@@ -164,10 +164,9 @@ def _largest_excess(best: Candidate, winner_time: StepTime) -> str:
     time = best.time
     assert time is not None
     compute, memory, bubble = time.compute or 0.0, time.memory or 0.0, time.bubble or 0.0
-    work, limit = max(compute, memory), "compute" if compute > memory else "memory traffic"
     excess = {
-        f"{limit} {format_seconds(work)} s": work
-        - max(winner_time.compute or 0.0, winner_time.memory or 0.0),
+        f"compute {format_seconds(compute)} s": compute - (winner_time.compute or 0.0),
+        f"memory traffic {format_seconds(memory)} s": memory - (winner_time.memory or 0.0),
         f"pipeline bubble {format_seconds(bubble)} s": bubble - (winner_time.bubble or 0.0),
     }
     overlappable: dict[str, float] = {}

@@ -213,7 +213,7 @@ def targets_table(rows: "Sequence[TargetRow]") -> "Table":
         ">peak MB",
         ">of MB",
         ">step s",
-        ">MFU at most",
+        ">MFU",
         ">compile s",
     )
     for row in rows:
@@ -280,16 +280,13 @@ def collectives_table(assessment: "Assessment") -> "Table":
 
 
 def time_table(assessment: "Assessment") -> "Table":
-    """Return the table of a step's time by roofline; the larger of compute and memory counts."""
+    """Return the table of a step's time."""
     table, time = empty_table("step time", ">seconds", "source"), assessment.time
     counted = "estimate" if assessment.flops_excess is None else "estimate, FLOPs: compiler"
-    memory_counts = time.memory is not None and time.memory > (time.compute or 0.0)
+    counted += f", {_share_of_peak(assessment)}"
     for name, source in (("compute", counted), ("memory", "estimate")):
         if getattr(time, name) is None:
             source = "no speed is known for this machine"
-        elif None not in (time.compute, time.memory) and (name == "memory") != memory_counts:
-            limit = "memory" if memory_counts else "compute"
-            source += f"; not counted, less than {limit}"
         table.add_row(name, format_seconds(getattr(time, name)), source)
     traffic = assessment.collectives_source
     for axes, seconds in time.communication.items():
@@ -304,12 +301,26 @@ def time_table(assessment: "Assessment") -> "Table":
     bound = "" if time.is_complete or time.total is None else "lower bound: "
     table.add_row("step", format_seconds(time.total), f"{bound}estimate")
     if assessment.mfu is not None:  # of an incomplete time it would mean nothing
-        name = "model FLOPs utilization (MFU), at most"
+        name = "model FLOPs utilization (MFU)"
         table.add_row(name, format_share(assessment.mfu), "estimate")
     if assessment.mfu != assessment.mfu_causal:
         causal = format_share(assessment.mfu_causal)
         table.add_row("MFU, causal attention counted half", causal, "estimate")
     return table
+
+
+def _share_of_peak(assessment: "Assessment") -> str:
+    """Say what part of the peak the time of compute assumes, and where it is from."""
+    from lowering.machine.target import Target
+
+    target = Target.parse(assessment.target)
+    if (achieved := target.achieved) is None:
+        return "at peak FLOP/s, which no step reaches"
+    own = achieved.machine == target.machine
+    return (
+        f"at {achieved.products:.0%} of peak FLOP/s, attention {achieved.attention:.0%}: as "
+        f"published steps{'' if own else f' on {achieved.machine}'}"
+    )
 
 
 def _at_least(assessment: "Assessment") -> str:

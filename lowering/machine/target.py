@@ -29,6 +29,21 @@ _TOPOLOGIES = Path(__file__).parent / "topologies.toml"
 
 
 @dataclass(frozen=True)
+class Achieved:
+    """Fractions of a machine's peak that training steps reach in practice."""
+
+    products: float  # of the peak FLOP/s, by matrix products
+    attention: float  # of the peak FLOP/s, by kernels of causal attention that skip masked blocks
+    tensor_overlap: float  # of the communication of tensor parallelism, hidden behind products
+    machine: str = ""  # whose steps were published; empty: nobody's
+
+
+AT_PEAK = Achieved(products=1.0, attention=1.0, tensor_overlap=0.0)
+# Machines whose fractions stand for those of the platform's other machines.
+_LIKE = {"cuda": "h100", "rocm": "h100", "tpu": "v5p", "neuron": "trn1", "ascend": "ascend910b"}
+
+
+@dataclass(frozen=True)
 class Target:
     """A machine and its devices: cpu:8, h100:64, v5p:4x4x4, or hosts x devices of each: h100:4x2.
 
@@ -190,6 +205,18 @@ class Target:
         if not self.is_gpu:
             return self.memory_bytes
         return int(self.memory_bytes * gpu_memory.pool_fraction())
+
+    @property
+    def achieved(self) -> Achieved | None:
+        """Fractions of the peak that steps reach, fitted to published ones; None if unknown.
+
+        A machine without published steps has those of another machine of its platform.
+        """
+        if self.runs_on_cpu:
+            return None
+        machine = self.machine if "achieved" in self.specification else _LIKE.get(self.platform)
+        table = machine and (_specification(machine) or {}).get("achieved")
+        return Achieved(**table, machine=machine) if table and machine else None
 
     def peak_flops(self, dtype: str) -> float:
         """Return the peak FLOP/s of all devices together; 0.0 if it is unknown for the dtype.

@@ -3,29 +3,35 @@
     python tests/benchmarks/published.py [--json FILE] [--markdown]
 
 Every row of published_steps.toml becomes a program and is estimated without a compiler, as by
-`graphtrain plan --no-compile`. One efficiency for each kind of machine (the part of its peak that
-products reach) is fitted on half of the rows, chosen by a hash of their names; errors are reported
-for the other half. Rows that the model or the planner cannot express are listed with the
-reason, and count as misses.
+`graphtrain plan --no-compile`. What machines reach of their peak (`achieved` in topologies.toml)
+is fitted on half of the rows, chosen by a hash of their names; errors are reported for the other
+half. Rows that the model or the planner cannot express are listed with the reason, and count as
+misses.
 """
 
 import argparse
 import hashlib
 import json
+import math
 import statistics
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from graphtrain.config.resolve import resolve
+from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import Batch, Mesh, Model, PipelineSettings, Program
 from graphtrain.config.schema.model import MixtureOfExperts
-from graphtrain.cost_model.assessment import StepTime
-from graphtrain.cost_model.time import OVERLAPPED_AXES
+from graphtrain.cost_model.assessment import Assessment, StepTime
+from graphtrain.cost_model.compute import expected_excess
+from graphtrain.cost_model.padded_stages import with_padding_layers
+from graphtrain.cost_model.time import overlap_of, step_time
+from graphtrain.cost_model.traffic import bubble_of
 from graphtrain.planning.assess import estimate
 from lowering.errors import LoweringError
+from lowering.machine.target import AT_PEAK, Achieved
 from sharding_rules.errors import ShardingError
 
 ROWS = Path(__file__).with_name("published_steps.toml")
@@ -39,6 +45,15 @@ REMAT = {
     "selective attention + sequence parallel": "attention",
     "selective (attention)": "attention",
 }
+PLATFORMS = {
+    **dict.fromkeys(("h100", "a100"), "cuda"),
+    **dict.fromkeys(("v4", "v5e", "v5p", "v6e", "tpu7x"), "tpu"),
+    "trn1": "neuron",
+    "ascend910b": "ascend",
+}
+_TELLING = 0.05  # of the FLOPs of a step are attention's scores
+_OUTLIER = 0.4  # of the logarithm: a row that is farther off counts as much as one at 0.4
+Kernel = Literal["flash", "cuDNN", "none"]
 # How sources count FLOPs per token, and the factor of attention's scores in it.
 FORMULAS = {"6*N + 6*layers*heads*head_dim*S": 6, "6*N + 12*layers*heads*head_dim*S": 12}
 
@@ -47,33 +62,65 @@ class NotModelled(Exception):
     """A row needs what the planner or the native model does not have."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prediction:
     """One row: seconds of a step, as published and as estimated."""
 
     name: str
     machine: str
+    kernel: Kernel
     published: float
-    time: StepTime  # products at the machine's peak
+    program: ResolvedProgram
+    assessment: Assessment
     is_held_out: bool
 
-    def seconds(self, efficiency: float) -> float:
-        """Return the seconds of a step whose products reach a part of the machine's peak."""
-        compute = (self.time.compute or 0.0) / efficiency
-        sent = {axes: seconds or 0.0 for axes, seconds in self.time.communication.items()}
-        hideable = sum(sent[axes] for axes in sent if set(axes.split("+")) <= OVERLAPPED_AXES)
-        exposed = sum(sent.values()) - min(hideable, compute)
-        bubble = (self.time.bubble or 0.0) / efficiency
-        return max(compute, self.time.memory or 0.0) + exposed + bubble
+    @cached_property
+    def _at(self) -> Callable[[Achieved], StepTime]:
+        padded, assessment = with_padding_layers(self.program), self.assessment
+        bubble = bubble_of(self.program)
+        flash = self.kernel != "none"
+        excess = expected_excess(self.program, flash=flash)
+        collectives = assessment.collectives
+        return lambda achieved: step_time(
+            padded, assessment.memory, collectives, bubble, achieved, flash, excess
+        )
+
+    @cached_property
+    def _at_peak(self) -> StepTime:
+        return self._at(AT_PEAK)
+
+    @cached_property
+    def _scores(self) -> float:
+        """Seconds of attention's scores at the peak."""
+        return (self._at(replace(AT_PEAK, attention=0.5)).compute or 0.0) - self._compute
 
     @property
-    def efficiency(self) -> float:
-        """Return the efficiency that predicts what was published, from 0.01 to 1."""
-        low, high = 0.01, 1.0
-        while high - low > 1e-4:
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.seconds(middle) > self.published else (low, middle)
-        return high
+    def share_of_scores(self) -> float:
+        """Attention's scores as a part of the step's FLOPs."""
+        return self._scores / self._compute
+
+    @property
+    def _compute(self) -> float:
+        return self._at_peak.compute or 0.0
+
+    def seconds(self, achieved: Achieved) -> float:
+        """Return the seconds of a step that reaches fractions of the machine's peak."""
+        peak, reached = self._at_peak, achieved.attention
+        products = (self._compute - self._scores) / achieved.products
+        compute = products + self._scores / (
+            achieved.products if self.kernel == "none" else reached
+        )
+        hideable = sum(
+            (seconds or 0.0) * overlap_of(axes.split("+"), achieved)
+            for axes, seconds in peak.communication.items()
+        )
+        bubble = (peak.bubble or 0.0) * compute / self._compute
+        time = replace(peak, compute=compute, bubble=bubble, overlapped=min(hideable, compute))
+        return time.known
+
+    def error(self, achieved: Achieved) -> float:
+        """Return the relative error of the predicted seconds; negative if predicted too fast."""
+        return self.seconds(achieved) / self.published - 1
 
 
 def main() -> None:
@@ -108,12 +155,26 @@ def predict(row: Mapping[str, Any]) -> Prediction:
     Raises:
         NotModelled: the row needs what there is not.
     """
-    time = estimate(resolve(program_of(row))).time
-    if not time.is_complete or time.total is None:
+    program = resolve(program_of(row))
+    assessment = estimate(program)
+    if not assessment.time.is_complete or assessment.time.total is None:
         raise NotModelled("a speed of the machine is unknown")
     machine = row["target"].partition(":")[0]
     digest = hashlib.sha256(row["name"].encode()).digest()
-    return Prediction(row["name"], machine, published_seconds(row), time, digest[0] % 2 == 1)
+    published, held_out = published_seconds(row), digest[0] % 2 == 1
+    kernel = kernel_of(row)
+    return Prediction(row["name"], machine, kernel, published, program, assessment, held_out)
+
+
+def kernel_of(row: Mapping[str, Any]) -> Kernel:
+    """Return the kind of attention kernel; presumed by the stack where a source does not say it.
+
+    NVIDIA's stacks call cuDNN's; Korthikanti et al. and Pax without Transformer Engine have none.
+    """
+    name = row["name"]
+    if name.startswith("korthikanti") or (name.startswith("pax") and "Engine" not in name):
+        return "none"
+    return "cuDNN" if row["source"].startswith("NVIDIA/") else "flash"
 
 
 def published_seconds(row: Mapping[str, Any]) -> float:
@@ -208,45 +269,105 @@ def model_of(row: Mapping[str, Any]) -> Model:
         tie_word_embeddings=sizes.get("tied_embeddings", False),
         moe=experts,
         remat=REMAT[remat],
-        attention="auto",
+        attention="dense" if kernel_of(row) == "none" else "auto",
     )
 
 
-def fit(predictions: Sequence[Prediction]) -> dict[str, float]:
-    """Return the median efficiency of each machine over the rows that are not held out.
+def fit(predictions: Sequence[Prediction]) -> dict[tuple[str, Kernel], Achieved]:
+    """Fit what each machine and kernel reaches, on the rows that are not held out.
 
-    A machine all of whose rows are held out has the median of all machines.
+    Products and attention by machine, the overlap of tensor parallelism by platform: all values of
+    a grid are tried together. A kernel or a machine all of whose rows are held out has the median
+    of its machine's kernels, or of its platform's machines.
     """
     fitted = [one for one in predictions if not one.is_held_out]
-    overall = statistics.median(one.efficiency for one in fitted)
-    found = {one.machine: overall for one in predictions}
-    for machine in found:
-        if own := [one.efficiency for one in fitted if one.machine == machine]:
-            found[machine] = statistics.median(own)
+    found: dict[tuple[str, Kernel], Achieved] = {}
+    for name in sorted({platform(one) for one in fitted}):
+        rows = [one for one in fitted if platform(one) == name]
+        found |= min(
+            (fit_machines(rows, tenth / 10) for tenth in range(0, 11, 2)),
+            key=lambda of: loss(rows, of),
+        )
+    for one in predictions:
+        alike = {key: of for key, of in found.items() if PLATFORMS[key[0]] == platform(one)}
+        own = [of for (machine, _), of in alike.items() if machine == one.machine]
+        found.setdefault((one.machine, one.kernel), median_of(own or [*alike.values()]))
     return found
 
 
-def error_of(prediction: Prediction, fitted: Mapping[str, float]) -> float:
-    """Return the relative error of the predicted seconds; negative if predicted too fast."""
-    return prediction.seconds(fitted[prediction.machine]) / prediction.published - 1
+def fit_machines(
+    rows: Sequence[Prediction], tensor_overlap: float
+) -> dict[tuple[str, Kernel], Achieved]:
+    """Fit products and attention of each machine of a platform, and of each kernel."""
+    found: dict[tuple[str, Kernel], Achieved] = {}
+    for machine in sorted({one.machine for one in rows}):
+        own = [one for one in rows if one.machine == machine]
+        found |= min(
+            (fit_kernels(own, percent / 100, tensor_overlap) for percent in range(40, 91, 2)),
+            key=lambda of: loss(own, of),
+        )
+    return found
+
+
+def fit_kernels(
+    rows: Sequence[Prediction], products: float, tensor_overlap: float
+) -> dict[tuple[str, Kernel], Achieved]:
+    """Fit the attention of each kernel, which is at most as fast as products.
+
+    Rows of which attention is a small part do not tell: half of what products reach is assumed.
+    """
+    found: dict[tuple[str, Kernel], Achieved] = {}
+    for kernel in sorted({one.kernel for one in rows}):
+        key = rows[0].machine, kernel
+        own = [one for one in rows if one.kernel == kernel]
+        grid = [percent / 100 for percent in range(20, 91, 5) if percent / 100 <= products]
+        if max(one.share_of_scores for one in own) < _TELLING:
+            grid = [products / 2]
+        tried = [{key: Achieved(products, attention, tensor_overlap)} for attention in grid]
+        found |= min(tried, key=lambda of: loss(own, of))
+    return found
+
+
+def loss(rows: Sequence[Prediction], of: Mapping[tuple[str, Kernel], Achieved]) -> float:
+    """Return the sum of the rows' errors, as logarithms."""
+    errors = (one.error(of[one.machine, one.kernel]) for one in rows)
+    return sum(min(abs(math.log(1 + error)), _OUTLIER) for error in errors)
+
+
+def median_of(several: Sequence[Achieved]) -> Achieved:
+    """Return the median of each fraction."""
+    products, attention, overlap = (
+        statistics.median(getattr(of, name) for of in several)
+        for name in ("products", "attention", "tensor_overlap")
+    )
+    return Achieved(products, attention, overlap)
+
+
+def platform(prediction: Prediction) -> str:
+    """Return the platform of a row's machine."""
+    return PLATFORMS[prediction.machine]
 
 
 def report(
     predictions: Sequence[Prediction],
-    fitted: Mapping[str, float],
+    fitted: Mapping[tuple[str, Kernel], Achieved],
     reasons: Mapping[str, str],
     markdown: bool,
 ) -> list[str]:
     """Return the lines of the report."""
     held_out = [one for one in predictions if one.is_held_out]
-    within = [one for one in held_out if abs(error_of(one, fitted)) <= TOLERANCE]
-    ordered = sorted(held_out, key=lambda one: -abs(error_of(one, fitted)))
+    errors = {one.name: one.error(fitted[one.machine, one.kernel]) for one in predictions}
+    within = [one for one in held_out if abs(errors[one.name]) <= TOLERANCE]
+    ordered = sorted(held_out, key=lambda one: -abs(errors[one.name]))
     lines = [
         f"{len(predictions)} of {len(predictions) + len(reasons)} rows can be predicted",
-        "efficiency fitted: "
-        + ", ".join(f"{name} {value:.2f}" for name, value in sorted(fitted.items())),
+        "fitted, of the peak: products, attention, overlap of tensor parallelism",
+        *(
+            f"  {machine}, {kernel}: {of.products:.2f} {of.attention:.2f} {of.tensor_overlap:.1f}"
+            for (machine, kernel), of in sorted(fitted.items())
+        ),
         f"held out: {len(within)} of {len(held_out)} within {TOLERANCE:.0%}, "
-        f"median error {statistics.median(abs(error_of(one, fitted)) for one in held_out):.1%}",
+        f"median error {statistics.median(abs(errors[one.name]) for one in held_out):.1%}",
     ]
     if markdown:
         lines += ["", "| row | published, s | predicted, s | error | |", "|---|---|---|---|---|"]
@@ -258,8 +379,8 @@ def report(
         template.format(
             name=one.name,
             published=one.published,
-            predicted=one.seconds(fitted[one.machine]),
-            error=error_of(one, fitted),
+            predicted=one.published * (1 + errors[one.name]),
+            error=errors[one.name],
             part="held out" if one.is_held_out else "fitted",
         )
         for one in ordered
@@ -268,17 +389,22 @@ def report(
 
 
 def as_json(
-    predictions: Sequence[Prediction], fitted: Mapping[str, float], reasons: Mapping[str, str]
+    predictions: Sequence[Prediction],
+    fitted: Mapping[tuple[str, Kernel], Achieved],
+    reasons: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the report for programs."""
     return {
-        "efficiency": dict(fitted),
+        "fitted": [
+            {"machine": machine, "kernel": kernel, **asdict(achieved)}
+            for (machine, kernel), achieved in fitted.items()
+        ],
         "rows": [
             {
                 "name": one.name,
                 "published": one.published,
-                "predicted": one.seconds(fitted[one.machine]),
-                "error": error_of(one, fitted),
+                "predicted": one.seconds(fitted[one.machine, one.kernel]),
+                "error": one.error(fitted[one.machine, one.kernel]),
                 "held_out": one.is_held_out,
             }
             for one in predictions

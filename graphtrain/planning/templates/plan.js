@@ -116,7 +116,7 @@ function figures() {
     all.push(["frozen parameters", plan.frozen_parameter_count.toLocaleString("en-US"), "rules"]);
   // Of a machine whose speeds are not all known, the utilization is not known either.
   if (plan.mfu !== null)
-    all.push(["model FLOPs utilization, at most", `${number(plan.mfu * 100)} %`, "estimate"]);
+    all.push(["model FLOPs utilization", `${number(plan.mfu * 100)} %`, "estimate"]);
   if (plan.compile_seconds !== null)
     all.push(["compile time", seconds(plan.compile_seconds), "compiler"]);
   for (const [name, value, who] of all) {
@@ -310,9 +310,7 @@ async function memory() {
 
 async function time() {
   const parts = plan.step_seconds_by_part;
-  const limit = parts.memory > parts.compute ? "memory" : "compute";
-  const rows = ["compute", "memory"].map((part) => ({
-    part, seconds: parts[part], role: part === limit || parts.memory === null ? "counts" : "hidden" }));
+  const rows = ["compute", "memory"].map((part) => ({ part, seconds: parts[part], role: "counts" }));
   for (const [axes, spent] of Object.entries(parts.communication))
     rows.push({ part: `communication over ${axes}`, seconds: spent, role: "sending" });
   if (parts.overlapped) rows.push({ part: "overlapped with compute", seconds: parts.overlapped, role: "hidden" });
