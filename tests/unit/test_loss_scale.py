@@ -28,6 +28,13 @@ def test_float16_has_the_dynamic_scale_of_grad_scaler_unless_a_number_is_set():
     assert not any(dataclasses.asdict(Precision()).values())  # older checkpoints name none
 
 
+@pytest.mark.parametrize("name", ["loss_scale", "initial_scale"])
+@pytest.mark.parametrize("value", [0.0, 1e-40, 1e39])
+def test_a_scale_that_float32_cannot_hold_is_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        Precision(**{name: value})
+
+
 def test_a_loss_scale_of_another_dtype_or_settings_of_a_constant_one_are_refused():
     words = r'precision\.growth_interval is for model\.dtype = "float16"'
     with pytest.raises(ValueError, match=words):

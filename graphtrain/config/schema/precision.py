@@ -5,12 +5,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from graphtrain.config.schema.types import STRICT, Positive, PositiveFloat
+from graphtrain.config.schema.types import STRICT, Positive
 
 _INITIAL_SCALE = 65536.0
 _GROWTH_INTERVAL = 2000
 _GROWTH_FACTOR = 2.0
 _BACKOFF_FACTOR = 0.5
+# The loss is multiplied in float32: smallest and largest normal number of it.
+_Scale = Annotated[float, Field(ge=1.2e-38, le=3.4e38)]
 # Parameters of layers whose products can be quantized, by their names.
 Quantizable = Literal[
     "query", "key", "value", "output", "gate", "up", "gate_up", "down",
@@ -40,8 +42,8 @@ class Precision:
     recipe: Recipe | None = None  # fp8, int8: what shares a scale
     exclude: tuple[Quantizable, ...] | None = None  # products that stay in model.dtype; unset: none
     # dynamic: grows until a gradient overflows, and that step is skipped. A number: constant.
-    loss_scale: Literal["dynamic"] | PositiveFloat | None = None  # float16; unset: "dynamic"
-    initial_scale: PositiveFloat | None = None  # dynamic: scale of the first step; unset: 65536
+    loss_scale: Literal["dynamic"] | _Scale | None = None  # float16; unset: "dynamic"
+    initial_scale: _Scale | None = None  # dynamic: scale of the first step; unset: 65536
     growth_interval: Positive | None = None  # dynamic: steps without overflow; unset: 2000
     growth_factor: Annotated[float, Field(gt=1)] | None = None  # dynamic: after them; unset: 2
     backoff_factor: Annotated[float, Field(gt=0, lt=1)] | None = None  # at overflow; unset: 0.5
