@@ -121,6 +121,8 @@ def words(node: Node) -> str:
         *most, last = map(json.dumps, node["enum"])
         return f"{', '.join(most)} or {last}" if most else last
     if node.get("type") == "array":
+        if "enum" in node["items"]:
+            return f"an array of {words(node['items'])}"
         kind, comma, limit = words(node["items"]).removeprefix("a ").partition(", ")
         return f"an array of {kind}s" + (f", each {limit}" if comma else "")
     names = {

@@ -22,6 +22,12 @@ def test_every_setting_is_known_and_can_be_described():
     assert all(words(node) for node in known_settings().values())
 
 
+def test_a_list_of_named_values_lists_them():
+    node = known_settings()["program", "precision", "exclude"]
+    options = node.get("anyOf", [node])
+    assert words(options[0]).startswith('an array of "query", "key", "value"')
+
+
 def test_the_schema_is_one_for_editors():
     made = json_schema()
     assert made["$schema"] == "https://json-schema.org/draft/2020-12/schema"
