@@ -35,6 +35,7 @@ def dump(
     step: StepName = "last",
     arrays: Sequence[str] = (),
     summary: bool | None = None,
+    torch: bool = False,
     target: str | None = None,
     set: Settings = (),
     cache: str | os.PathLike[str] | None = None,
@@ -54,6 +55,8 @@ def dump(
         step: Step of the checkpoint to start from, or "last" or "best"; 0 for the initial state.
         arrays: Names of arrays, or globs, in place of program.dump.arrays.
         summary: Whether to write only statistics of each array; None: as program.dump.summary.
+        torch: Whether eager PyTorch computes the step of an imported model, with the same weights
+            and batch, to compare with.
         target: Machine to run on, in place of program.target.
         set: Settings to change.
         cache: Directory of compiled programs; None for $GRAPHTRAIN_CACHE, else ./cache.
@@ -96,6 +99,7 @@ def dump(
             steps=steps,
             start=start,
             compile_hint=compile_hint,
+            eager=torch,
         )
     except MissingProgram:
         array_names(settings)  # a wrong name is the better reason

@@ -46,6 +46,13 @@ if TYPE_CHECKING:
     help="Write norm, largest value, mean, share of zeros and number of non-finite elements of "
     "each array, or whole arrays. [default: program.dump.summary]",
 )
+@click.option(
+    "--torch",
+    "eager",
+    is_flag=True,
+    help="Compute the step of an imported model in eager PyTorch, in float32, with the same "
+    "weights and batch: outputs of modules and gradients, to compare with.",
+)
 @click.option("--list", "lists", is_flag=True, help="Print the names of the arrays, and stop.")
 @step_option
 @target_option
@@ -64,6 +71,7 @@ def command(
     steps: int,
     arrays: Sequence[str],
     summary: bool | None,
+    eager: bool,
     lists: bool,
     step: "StepName",
     target: str | None,
@@ -98,6 +106,7 @@ def command(
             step=step,
             arrays=arrays,
             summary=summary,
+            torch=eager,
             cache=cache,
             compile=compile_missing,
             compile_hint=hint,

@@ -62,7 +62,7 @@ class ArrayDump:
                 f"{program.stages.stages}); use --set program.mesh.stage=1"
             )
         specs, (recorded, lines) = inputs["state"]["parameters"], _recorded(program, inputs)
-        arrays = all_arrays(program, specs, recorded, lines)
+        arrays = all_arrays(specs, recorded, lines)
         chosen = choose(program.settings.dump.arrays, arrays)
         return cls(program, specs, recorded, tuple(chosen))
 

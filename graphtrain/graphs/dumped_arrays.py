@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema import is_imported
 from graphtrain.errors import PlanError
 from graphtrain.graphs.names import KINDS
 from lowering.tracing.recorded_lines import RecordedLines
@@ -27,17 +25,17 @@ class NamedArray:
     path: str  # of the array that stacks all layers
     layer: int | None
     lines: tuple[str, ...]  # of the model's code that made it; empty for a parameter
+    loop: str = ""  # name of the loop over layers, with which the path begins
 
     @property
     def name(self) -> str:
         """Name for users, as in "forward/layers/3/mlp/up"."""
-        loop, _, rest = self.path.partition("/")
-        inner = self.path if self.layer is None else f"{loop}/{self.layer}/{rest}"
+        rest = self.path.removeprefix(f"{self.loop}/")
+        inner = self.path if self.layer is None else f"{self.loop}/{self.layer}/{rest}"
         return f"{self.kind}/{inner}"
 
 
 def all_arrays(
-    program: ResolvedProgram,
     specs: Tree,
     recorded: Mapping[str, RecordedArray],
     lines: RecordedLines,
@@ -48,7 +46,7 @@ def all_arrays(
         replace(one, kind=BACKWARD, lines=_lines(one.path, recorded, lines.using))
         for one in reversed(forward)
     ]
-    return [*forward, *backward, *_parameters(program, specs)]
+    return [*forward, *backward, *_parameters(specs, recorded)]
 
 
 def _lines(
@@ -69,24 +67,29 @@ def _unstacked(
             del left[path]
             yield NamedArray(FORWARD, path, None, _lines(path, recorded, making))
             continue
-        loop = path.partition("/")[0]
-        inside = {path: left.pop(path) for path in list(left) if path.startswith(f"{loop}/")}
+        inside = {path: left.pop(path) for path in list(left) if left[path].loop == one.loop}
         for layer in range(one.layers):
             for path in inside:
-                yield NamedArray(FORWARD, path, layer, _lines(path, recorded, making))
+                lines = _lines(path, recorded, making)
+                yield NamedArray(FORWARD, path, layer, lines, one.loop)
 
 
-def _parameters(program: ResolvedProgram, specs: Tree) -> Iterable[NamedArray]:
+def _parameters(specs: Tree, recorded: Mapping[str, RecordedArray]) -> Iterable[NamedArray]:
     """Yield the gradients of the parameters, those of the last layers first."""
     paths = list(flatten(specs))
-    stacked = [] if is_imported(program.model) else [p for p in paths if p.startswith("layers/")]
-    embedding = [path for path in paths if path.startswith("embedding/")]
+    loops = {one.loop: one.layers for one in recorded.values() if one.layers is not None}
+    inside = {
+        loop: [path for path in paths if path.startswith(f"{loop}/")] for loop in reversed(loops)
+    }
+    stacked = {path for found in inside.values() for path in found}
+    embedding = [path for path in paths if "embed" in path and path not in stacked]
     for path in paths:
         if path not in stacked and path not in embedding:
             yield NamedArray(GRADIENTS, path, None, ())
-    for layer in reversed(range(program.model.layers if stacked else 0)):
-        for path in stacked:
-            yield NamedArray(GRADIENTS, path, layer, ())
+    for loop, found in inside.items():
+        for layer in reversed(range(loops[loop] or 0)):
+            for path in found:
+                yield NamedArray(GRADIENTS, path, layer, (), loop)
     for path in embedding:
         yield NamedArray(GRADIENTS, path, None, ())
 

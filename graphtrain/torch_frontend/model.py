@@ -32,6 +32,7 @@ from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment, call_modu
 from graphtrain.torch_frontend.joint import find_writes_through_views, trace_joint
 from graphtrain.torch_frontend.load_balancing import LoadBalancing
 from graphtrain.torch_frontend.meta_module import InitOperation, MetaModule, build_on_meta
+from graphtrain.torch_frontend.recorded_modules import record_modules
 from graphtrain.torch_frontend.scan_blocks import BlocksDiffer, Scan, ScanHooks, scanning_blocks
 from graphtrain.torch_frontend.silent_failures import user_code_error
 from graphtrain.torch_frontend.source import find_module_file, split_name
@@ -411,8 +412,11 @@ class OpenedModel:
         }
 
         def run() -> torch.Tensor:
-            with scanning_blocks(
-                module, environment, self.block_lists, arrays, settings.remat, verify, through
+            with (
+                scanning_blocks(
+                    module, environment, self.block_lists, arrays, settings.remat, verify, through
+                ),
+                record_modules(module, self.block_lists, environment, tokens.shape),
             ):
                 position_kwargs = environment.wrap(self._position_kwargs(tokens.shape[1]))
                 return self._module_logits(Tensor(tokens, environment), position_kwargs)

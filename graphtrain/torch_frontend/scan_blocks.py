@@ -26,6 +26,7 @@ from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment
 from graphtrain.torch_frontend.load_balancing import LoadBalancing, RouterStatistics
 from lowering.tracing.constrain import constrain
 from lowering.tracing.deferred_gradient import DeferredGradient, attach_reductions
+from lowering.tracing.recording import record, scan_layers, without_recording
 
 Arrays = Mapping[str, jax.Array]
 
@@ -201,7 +202,7 @@ class Scan:
             return [leaf.jax() if isinstance(leaf, Tensor) else None for leaf in leaves]
 
         # Only shapes are needed; 1F1B calls the head on fewer positions than a kernel supports.
-        with self.environment.without_kernels():
+        with self.environment.without_kernels(), without_recording():
             call.shapes = jax.eval_shape(run, *self._shapes(position))
 
     def _compare(self, number: int, position: int) -> None:
@@ -212,7 +213,8 @@ class Scan:
             out = self._block(block, call, hidden, arrays, key)
             return [leaf.jax() for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
 
-        program = str(jax.make_jaxpr(run)(*self._shapes(position)))
+        with without_recording():
+            program = str(jax.make_jaxpr(run)(*self._shapes(position)))
         if number < self.stack.period:
             self.programs.append(program)
         elif program != self.programs[position]:
@@ -299,10 +301,18 @@ class Scan:
                     hidden = self.run_block(position, hidden, arrays[position], keys[position])
                 router_statistics += sums
             hidden = hidden if real is None else jnp.where(real, hidden, block_input)
-            return constrain_residual(hidden), router_statistics
+            hidden = constrain_residual(hidden)
+            if hidden.ndim == 3 and self.stack.period == 1:
+                hidden = record("output", hidden, "batch", "residual", "embed")
+            return hidden, router_statistics
 
-        checkpointed_body = _checkpoint(body, self.remat)
-        hidden, self.router_statistics = jax.lax.scan(checkpointed_body, hidden, (rows, keys, real))
+        hidden, self.router_statistics = scan_layers(
+            body,
+            hidden,
+            (rows, keys, real),
+            name=self.stack.name.replace(".", "/"),
+            transform=partial(_checkpoint, remat=self.remat),
+        )
         return hidden
 
     def run_block(

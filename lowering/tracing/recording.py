@@ -33,6 +33,7 @@ class RecordedArray:
     dtype: str
     source: str  # line that names it, as in "graphtrain/models/mlp.py:45"
     layers: int | None = None  # size of the first dimension, if it is one of layers
+    loop: str = ""  # name of the loop over them, with which the array's name begins
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ def recording(
     with set_context_variable(_recorder, new) as recorder:
         assert recorder is not None
         yield recorder
+
+
+def is_recording() -> bool:
+    """Return whether the code that is traced is inside `recording`."""
+    return _recorder.get() is not None
 
 
 def without_recording() -> AbstractContextManager[Any]:
@@ -159,7 +165,8 @@ def scan_layers(
     carry, (results, values) = jax.lax.scan(transform(recorded), carry, scanned, unroll=unroll)
     (count, *_) = {leaf.shape[0] for leaf in jax.tree.leaves(layers)}
     for path, one in described.items():
-        stacked = (count, *one.shape), (None, *one.axes), one.dtype, one.source, count
+        loop = name if one.layers is None else one.loop
+        stacked = (count, *one.shape), (None, *one.axes), one.dtype, one.source, count, loop
         outer.described[prefix + path] = RecordedArray(*stacked)
     outer.values.update({prefix + path: value for path, value in values.items()})
     return carry, results

@@ -235,14 +235,13 @@ def _notes(a: StoredDump, b: StoredDump, steps: list[int]) -> Iterator[str]:
     batches = [{one["step"]: one["batch"] for one in dump.index.steps} for dump in (a, b)]
     if unlike := [step for step in steps if batches[0][step] != batches[1][step]]:
         yield f"the batches differ, from step {unlike[0]} on"
-    for name in ("target", "mesh", "dtype"):
+    for name in ("target", "mesh"):
         mine, other = getattr(a.index, name), getattr(b.index, name)
-        if mine != other and name != "dtype":
-            yield f"{name}: {mine} and {other}"
-    for name in a.index.versions | b.index.versions:
-        mine, other = a.index.versions.get(name), b.index.versions.get(name)
         if mine != other:
-            yield f"{name}: {mine or 'not used'} and {other or 'not used'}"
+            yield f"{name}: {mine} and {other}"
+    for name, mine in a.index.versions.items():
+        if (other := b.index.versions.get(name, mine)) != mine:
+            yield f"{name}: {mine} and {other}"
 
 
 def _range(steps: list[int]) -> str:

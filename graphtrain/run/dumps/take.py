@@ -25,6 +25,7 @@ from graphtrain.errors import DumpError
 from graphtrain.graphs.names import DUMP, KINDS, SUMMARY
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.run.batch_placement import BatchPlacement
+from graphtrain.run.dumps.eager import check_eager, eager_index, eager_step
 from graphtrain.run.dumps.files import (
     ArrayEntry,
     DumpIndex,
@@ -63,6 +64,7 @@ def take_dump(
     steps: int,
     start: int | None,
     compile_hint: str,
+    eager: bool = False,
 ) -> StoredDump:
     """Run training steps and write the arrays of program.dump of each; the run is not changed.
 
@@ -75,10 +77,12 @@ def take_dump(
         start: step of the checkpoint to start from; 0 for the initial state, None for the last
             checkpoint or, if there is none, the initial state.
         compile_hint: command that compiles the missing programs, for the error message.
+        eager: whether eager PyTorch computes the step of an imported model, with the same weights
+            and batch.
 
     Raises:
         MissingProgram: a program is not in the cache.
-        DumpError: the run has several processes, or phases.
+        DumpError: the run has several processes or phases, or PyTorch does not repeat its step.
         TrainingError: there is no such checkpoint, or it is of another model.
         DataError: the training data cannot be used.
         WeightsError: the directory exists, or the initial weights cannot be used.
@@ -90,6 +94,8 @@ def take_dump(
             "graphtrain dump has no phases; give the settings of one with --set, and "
             "--set program.phase=[]"
         )
+    if eager:
+        check_eager(program, steps)
     checkpoints = Path(run.directory) / "checkpoints"
     saved = saved_steps(checkpoints)
     if start and start not in saved:
@@ -101,32 +107,38 @@ def take_dump(
     backend = lowering.backend(program.target)
     with ExitStack() as stack:
         unfinished = stack.enter_context(create_directory(directory))
-        stack.enter_context(backend.forbid_tracing())
         step = programs[DUMP]
-        if resumes:
-            begin = _restored(program, checkpoints, start, step.inputs("state"))
-        else:
-            begin = _new(programs, run, initial_weights)
-        frozen = ()
-        if initial_weights is not None and has_frozen_weights(program.settings):
-            frozen = (initial_weights.frozen(step.inputs("frozen")),)
-        placement = BatchPlacement(step.inputs("batch"), program.target)
-        loader = training_loader(run, program.settings, placement.rows)
-        stack.callback(loader.close)
-        if begin.data_position is not None:
-            loader.restore(begin.data_position)
+        with backend.forbid_tracing():
+            if resumes:
+                begin = _restored(program, checkpoints, start, step.inputs("state"))
+            else:
+                begin = _new(programs, run, initial_weights)
+            frozen = ()
+            if initial_weights is not None and has_frozen_weights(program.settings):
+                frozen = (initial_weights.frozen(step.inputs("frozen")),)
+            placement = BatchPlacement(step.inputs("batch"), program.target)
+            loader = training_loader(run, program.settings, placement.rows)
+            stack.callback(loader.close)
+            if begin.data_position is not None:
+                loader.restore(begin.data_position)
         state, entries, arrays = begin.state, [], {}
         for number in range(begin.step, begin.step + steps):
             batch = next(loader)
-            rate = np.float32(learning_rate(run.learning_rate, run.steps, number))
-            outputs = step(state, *frozen, placement.to_devices(batch), rate)
-            state = outputs["state"]
-            results = {name: outputs[name] for name in ("arrays", "metrics")}
-            results = backend.checkpoint_arrays(results)
-            arrays = host_arrays(program, step.record, results)
+            if eager:
+                parameters = backend.checkpoint_arrays({"parameters": state["parameters"]})
+                arrays = eager_step(program, parameters["parameters"], batch)
+            else:
+                rate = np.float32(learning_rate(run.learning_rate, run.steps, number))
+                with backend.forbid_tracing():
+                    outputs = step(state, *frozen, placement.to_devices(batch), rate)
+                state = outputs["state"]
+                results = {name: outputs[name] for name in ("arrays", "metrics")}
+                results = backend.checkpoint_arrays(results)
+                arrays = host_arrays(program, step.record, results)
             write_step(unfinished, number + 1, arrays)
             entries.append(StepEntry(step=number + 1, batch=_digest(batch)))
-        write_index(unfinished, _index(program, run, step.record, programs, arrays, entries))
+        index = _index(program, run, step.record, programs, arrays, entries)
+        write_index(unfinished, eager_index(index, arrays) if eager else index)
     return StoredDump.open(directory)
 
 
