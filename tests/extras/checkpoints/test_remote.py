@@ -13,6 +13,7 @@ from graphtrain.cache.remote import ObjectStore
 from graphtrain.checkpoints import remote_manifest
 from graphtrain.checkpoints.checkpoint import Checkpoints
 from graphtrain.checkpoints.listing import list_remote, superfluous, verify_remote
+from graphtrain.checkpoints.manifest import DamagedCheckpoint
 from graphtrain.checkpoints.remote import RemoteCheckpoints
 from graphtrain.checkpoints.remote_manifest import DamagedRemoteCheckpoint, decode_manifest
 from graphtrain.checkpoints.steps import Retention, saved_steps
@@ -187,3 +188,20 @@ def test_the_best_and_the_newest_are_kept_and_a_deletion_that_breaks_off_leaves_
         remote.delete(1)
     network.fails = None
     assert remote.steps() == [2] and verify_remote(remote, 2) is None
+
+
+def test_a_checkpoint_that_is_damaged_here_is_never_uploaded(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    path = max((copy / "checkpoints/2/state").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    remote = RemoteCheckpoints(str(tmp_path / "store"), create=True)
+    with pytest.raises(DamagedCheckpoint, match=f"{path.name} does not have the digest"):
+        remote.upload(copy, 2)
+    assert remote.steps() == []
+    remote.upload(copy, 1)
+    assert remote.has(copy, 1) and not remote.has(copy, 2)
+    # Trained again from an earlier step, the same step is another checkpoint.
+    (copy / "checkpoints/1/manifest.json").write_text("{}")
+    assert not remote.has(copy, 1)
