@@ -6,6 +6,7 @@ dataset, in DIR/DATASET/CONFIGURATION, for example DIR/mmlu/anatomy/test.jsonl.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -171,13 +172,15 @@ class TaskData:
 
         if not path.stat().st_size:
             raise DataError(f"{path}: has no rows")
+        if path.suffix != ".parquet" and (problem := _not_utf8(path)):
+            raise DataError(f"{path}: {problem}")
         try:
             table = datasets.load_dataset(
                 _SUFFIXES[path.suffix], data_files=str(path), cache_dir=str(cache), split="train"
             )
         except Exception as error:  # of several packages, which read damaged files
-            reason = error.__cause__ or error
-            raise DataError(f"{path}: cannot be read as rows ({_short(reason)})") from None
+            reason = _not_json(path) or _short(error.__cause__ or error)
+            raise DataError(f"{path}: cannot be read as rows ({reason})") from None
         if not len(table):
             raise DataError(f"{path}: has no rows")
         for field in self.fields:
@@ -212,6 +215,30 @@ class TaskData:
             f"{self.task.name}: no {places} (or .parquet){found}; graphtrain data tasks "
             f"{self.root} {self.task.name} --script prints what fills it"
         )
+
+
+def _not_utf8(path: Path) -> str | None:
+    """Return which line is no text, which the package `datasets` notices when it reads a row."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f"line {number} is not UTF-8 ({error.reason} at byte {error.start} of it)"
+    return None
+
+
+def _not_json(path: Path) -> str | None:
+    """Return the first line of a .jsonl file that is no JSON; None if there is none."""
+    if path.suffix != ".jsonl":
+        return None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                json.loads(line)
+            except ValueError as error:
+                return f"line {number} is no JSON: {error}"
+    return None
 
 
 def _listed(names: Sequence[str]) -> str:

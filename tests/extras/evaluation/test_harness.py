@@ -152,7 +152,9 @@ def test_what_is_missing_is_named(place, tmp_path):
     file.write_text('{"passage": "a", "label": 1}\n')
     fails(r"validation.jsonl: has no field 'question'", "boolq")
     file.write_text("not json\n")
-    fails(r"validation.jsonl: cannot be read as rows", "boolq")
+    fails(r"validation.jsonl: cannot be read as rows \(line 1 is no JSON", "boolq")
+    file.write_bytes(b'{"passage": "a"}\n{"passage": "\xff"}\n')
+    fails("validation.jsonl: line 2 is not UTF-8", "boolq")
     fails("the task boolq reads data; name its directory with --data", "boolq", data=None)
     fails("humaneval runs code that the model writes; pass --allow-code", "humaneval")
     unconfined = "longproc_pseudo_to_code_0.5k"
