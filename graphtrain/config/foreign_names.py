@@ -221,7 +221,8 @@ NAMES_OF = {
     ),
     "run.evaluate_every": "eval_steps eval_interval val_check_interval eval_freq",
     "run.evaluate_batches": "eval_iters limit_val_batches max_eval_batches",
-    "run.tensorboard": "report_to enable_tensorboard tensorboard_dir",
+    "run.tensorboard": "enable_tensorboard tensorboard_dir",
+    "run.trackers": "report_to enable_wandb use_wandb wandb_project",
     "run.data.train": (
         "dataset dataset_name dataset_path train_file data_path train_data_path data_prefix "
         "dataset_dir"

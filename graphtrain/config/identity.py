@@ -67,6 +67,7 @@ EXECUTION = frozenset(
         "run.evaluate_batches",
         "run.early_stopping_patience",
         "run.tensorboard",
+        "run.trackers",
         "run.samples",
         "run.tasks",
         "run.watchdog",

@@ -59,6 +59,7 @@ from graphtrain.run.resume import (
     schedule_note,
 )
 from graphtrain.run.signals import StopRequest, stop_requests
+from graphtrain.run.trackers.thread import tracking
 from graphtrain.run.training_data import training_loader
 from graphtrain.run.validation_history import recorded_history
 from graphtrain.run.watchdog import watched
@@ -115,11 +116,12 @@ def train(
     timeline = timeline or Timeline()
     timeline.move(activities.PREPARE)
     uploads = open_uploads(run, log)
-    observers = [log, *([uploads] if uploads else []), *callbacks]
-    notify_callbacks = partial(notify, observers if is_rank_zero else ())
     with ExitStack() as stack:
         stack.enter_context(log.recording())
         stack.enter_context(timeline.recording())
+        trackers = stack.enter_context(tracking(run)) if is_rank_zero else []
+        observers = [log, *([uploads] if uploads else []), *trackers, *callbacks]
+        notify_callbacks = partial(notify, observers if is_rank_zero else ())
         watchdog = stack.enter_context(watched(run.watchdog, directory))
         watchdog.before_exit = timeline.end
         on_all_ranks(

@@ -13,6 +13,7 @@ _PACKAGES = {
     "jinja2": ("jinja2", "data"),
     "libtpu": ("the TPU compiler, libtpu", "tpu"),
     "lm_eval": ("lm-eval", "eval"),
+    "mlflow": ("mlflow-skinny", "mlflow"),
     "mindspore": ("MindSpore", "ascend"),
     "obstore": ("obstore", "share"),
     "pyarrow": ("pyarrow", "data"),
@@ -27,6 +28,7 @@ _PACKAGES = {
     "torchax": ("torchax", "torch"),
     "transformers": ("transformers", "hf"),
     "uvicorn": ("uvicorn", "serve"),
+    "wandb": ("wandb", "wandb"),
     "vl_convert": ("vl-convert", "html"),
 }
 

@@ -20,6 +20,7 @@ from graphtrain.api.checks.program import program_problems
 from graphtrain.api.checks.purpose import CHECK, Purpose
 from graphtrain.api.checks.samples import samples_problems
 from graphtrain.api.checks.tasks import tasks_problems
+from graphtrain.api.checks.trackers import trackers_problems
 from graphtrain.config.schema import Config
 
 _BATCH = ("program", "batch", "global_batch_size")
@@ -53,6 +54,7 @@ def problems(
         found += compiler_problems(config.program)
     if "missing_data" in kinds and "machine" in kinds:
         found += run_problems(config)
+        found += trackers_problems(config)
     if kinds & {"data", "missing_data"}:
         found += data_problems(config, train=purpose.train)
         found += samples_problems(config)

@@ -23,6 +23,10 @@ from graphtrain.config.user_code import UserCode, is_user_code
 Packing = Literal["concat", "best_fit", "pad"]
 
 
+# Weights & Biases, MLflow, and a file for the node exporter of Prometheus.
+Tracker = Literal["wandb", "mlflow", "prometheus"]
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BlendPart:
     """One dataset of a blend, with either a weight or epochs."""
@@ -126,9 +130,12 @@ class Run:
     evaluate_batches: Positive | None = None  # global batches per evaluation; unset: all data
     early_stopping_patience: Positive | None = None  # evaluations without a lower loss, then stop
     tensorboard: bool = True  # write TensorBoard event files too
+    trackers: tuple[Tracker, ...] = ()  # services that get the metrics too; each needs its extra
 
     def __post_init__(self) -> None:
         self._check_learning_rate()
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers = {list(self.trackers)} names one twice")
         if self.data.validation is None:
             needing_validation = {
                 "checkpoints.keep_best": self.checkpoints.keep_best,

@@ -1,0 +1,1 @@
+"""Trackers of experiments: metrics of a run, sent by threads to Weights & Biases and others."""
