@@ -14,7 +14,7 @@ from graphtrain.cache.key import CacheKey
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.names import DUMP, is_training_graph, training_graphs
 from graphtrain.graphs.open_model import open_language_model
-from lowering.machine.toolchain import Toolchain
+from lowering.machine.toolchain import Toolchain, version
 
 _ROOT = Path(__file__).parents[2]
 # Sources executed by tracing and lowering; the CLI, the training loop and the cache do not affect
@@ -53,6 +53,8 @@ def request_keys(
     of_graphs = {name: settings.pop(name) for name in ("serve", DUMP)}
     settings["model"] = open_language_model(program.model).key_ingredients()
     settings |= _user_code(program, settings)
+    if program.precision.matmul_dtype is not None:  # others do not depend on an extra
+        settings["precision"] = settings["precision"] | {"qwix": version("qwix")}
     parts = {
         "program": settings,
         "mesh": dict(program.mesh.axes),

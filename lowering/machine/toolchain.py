@@ -10,7 +10,7 @@ from lowering.errors import LoweringError
 from lowering.machine import backends
 
 # Packages between the model's source and the executable.
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "qwix")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes")
 _PLATFORM_PACKAGES = {
     "cuda": ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt"),
     "tpu": ("libtpu",),

@@ -1,13 +1,14 @@
 import ast
 import dataclasses
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from graphtrain.compile.request_keys import request_keys, source_digests
 from graphtrain.config.resolve import resolve
-from graphtrain.config.schema import Batch, Mesh, Model, Program
+from graphtrain.config.schema import Batch, Mesh, Model, Precision, Program
 from graphtrain.graphs.names import TRAINING_GRAPHS
 from graphtrain.torch_frontend import source
 from sharding_rules.errors import ShardingError
@@ -43,6 +44,19 @@ def test_every_graph_has_its_own_key():
 )
 def test_every_setting_that_changes_code_changes_the_keys(change):
     assert not digests(**change) & digests()
+
+
+def test_the_library_of_quantized_products_is_in_the_keys_of_programs_that_call_it(monkeypatch):
+    quantized = {"precision": Precision(matmul_dtype="int8")}
+    with_library, without = digests(**quantized), digests()
+    monkeypatch.setattr(metadata, "version", other_version(of="qwix"))
+    assert not digests(**quantized) & with_library
+    assert digests() == without
+
+
+def other_version(of):
+    known = metadata.version
+    return lambda name: "0.0" if name == of else known(name)
 
 
 def test_a_key_holds_what_names_mean_and_not_the_names():
