@@ -53,7 +53,7 @@ def request_keys(
     of_graphs = {name: settings.pop(name) for name in ("serve", DUMP)}
     settings["model"] = open_language_model(program.model).key_ingredients()
     settings |= _user_code(program, settings)
-    if program.precision.matmul_dtype is not None:  # others do not depend on an extra
+    if program.settings.precision.matmul_dtype is not None:  # others do not depend on an extra
         settings["precision"] = settings["precision"] | {"qwix": version("qwix")}
     parts = {
         "program": settings,
