@@ -15,10 +15,11 @@ from graphtrain.run.metrics import METRICS, read_journal
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.M | re.S)
 
 
-# Metrics that a run asks for, of float16, of DPO, of mixtures of experts, and of tasks.
+# Metrics that a run asks for, of uploads, float16, DPO, of mixtures of experts, and of tasks.
 OTHER_METRICS = {"parameter_norm.MODULE", "update_norm.MODULE", "averaged_validation_loss",
                  "margin", "accuracy", "balance_loss", "router_z_loss", "expert_load_max",
-                 "expert_load_min", "dropped_choices", "loss_scale", "skipped_steps", "TASK/METRIC"}  # fmt: skip
+                 "expert_load_min", "dropped_choices", "loss_scale", "skipped_steps",
+                 "upload_lag_steps", "TASK/METRIC"}  # fmt: skip
 
 
 def commands(page: str) -> list[str]:
