@@ -183,8 +183,14 @@ class ObjectStore:
         """
         import obstore
 
-        with _store_errors(self.url, "delete", name), suppress(FileNotFoundError):
-            obstore.delete(self._store, name)
+        patience = _RetryLimit(self._patience)
+        while True:  # the client does not repeat the request of a deletion
+            try:
+                with _store_errors(self.url, "delete", name), suppress(FileNotFoundError):
+                    obstore.delete(self._store, name)
+                return
+            except _TransientError as error:
+                patience.wait_or_raise(error)
 
     def put(self, name: str, data: bytes) -> None:
         """Create or replace an object.

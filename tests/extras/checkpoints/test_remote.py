@@ -78,7 +78,7 @@ def objects(buckets: Path, url: str, kind: str) -> list[Path]:
     return [path for path in (buckets / url[5:] / "v1" / kind).rglob("*") if path.is_file()]
 
 
-def test_half_of_the_requests_fail_and_every_byte_comes_back(network, url, run, tmp_path):
+def test_half_of_the_requests_fail_and_every_byte_comes_back(network, buckets, url, run, tmp_path):
     network.share = 0.5
     remote = RemoteCheckpoints(url)
     remote.upload(run, 2)
@@ -92,6 +92,8 @@ def test_half_of_the_requests_fail_and_every_byte_comes_back(network, url, run, 
     assert (copy / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()[:60]
     with pytest.raises(TrainingError, match="exists already"):
         remote.download(2, copy)
+    remote.delete(2)
+    assert remote.steps() == [] and not objects(buckets, url, "files")
 
 
 def test_files_of_a_run_are_kept_and_its_metrics_continued(network, url, run, tmp_path):
