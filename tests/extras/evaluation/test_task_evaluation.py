@@ -37,7 +37,7 @@ CONFIG = """
 target = "cpu:8"
 mesh = {{ data = 2, fsdp = 2, tensor = 2 }}
 batch = {{ global_batch_size = 4, seq_len = 64 }}
-serve = {{ slots = 4, context_length = {context}, prefill = [32] }}
+serve = {{ slots = 8, context_length = {context}, prefill = [32], tokens_per_call = 8 }}
 
 [program.model]
 layers = 2
@@ -111,7 +111,7 @@ def hugging_face(place: Path):
 
     return HFLM(
         pretrained=str(place / "source"), device="cpu", dtype="float32", max_length=CONTEXT,
-        batch_size=8,
+        batch_size=COUNT,
     )  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def same_answers(got: TaskResults, want) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tasks", "limit"), [(CHOICES, COUNT), (TEXTS, LIMIT), (["wikitext"], LIMIT)]
+    ("tasks", "limit"), [(CHOICES, COUNT), (TEXTS, COUNT), (["wikitext"], LIMIT)]
 )
 def test_scores_and_texts_are_those_of_transformers(place, hugging_face, tasks, limit):
     files = [str(place / f"{SHORT}.yaml") if task == SHORT else task for task in tasks]
