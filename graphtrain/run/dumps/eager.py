@@ -116,7 +116,7 @@ def eager_arrays(
 
     def hook(name: str) -> Callable[..., None]:
         def keep(_: Any, inputs: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) and output else output
+            first: Any = output[0] if isinstance(output, tuple) and output else output
             if not isinstance(first, torch.Tensor) or not first.requires_grad:
                 return
             if is_activation(tuple(first.shape), first.is_floating_point(), tokens):
