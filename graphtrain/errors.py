@@ -9,7 +9,8 @@ EXIT_STATUSES = {
     "2": "an error that you can fix: the message says what is wrong, where, and what to do",
     "3": "`run`, `serve`, `chat`, `evaluate` or `dump` found no compiled program: compile first",
     "4": "the step does not fit in the memory of a device (`plan`), or no strategy fits (`search`)",
-    "5": "the plan differs from its lock (`plan check`), or two dumps differ (`compare`)",
+    "5": "the plan differs from its lock (`plan check`), or two dumps differ or could not be "
+    "compared wholly (`compare`)",
     "75": "a rank was lost or hung: start the run again, and it resumes from its checkpoint",
     "128 + n": "stopped by signal n, after saving a checkpoint if a run was training",
 }

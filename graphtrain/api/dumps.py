@@ -139,8 +139,12 @@ def compare(
     *,
     tolerance: float | None = None,
     absolute: float = 0.0,
+    common: bool = False,
 ) -> Comparison:
     """Compare two dumps; `first` of the result is the first array that differs.
+
+    `is_equal` says whether everything was compared and is equal; what is not finite in both dumps,
+    and what only one has, is not.
 
     Args:
         a: Directory of the dump to trust.
@@ -148,12 +152,13 @@ def compare(
         tolerance: Relative difference up to which arrays count as equal; None: what rounding in the
             coarser of the two dtypes explains.
         absolute: Differences of at most this count as equal in any case.
+        common: Whether arrays and steps that only one dump has do not count.
 
     Raises:
-        DumpError: a directory contains no dump, or the two have nothing in common.
+        DumpError: a directory contains no dump or a damaged one, or the two have nothing in common.
     """
     from graphtrain.run.dumps.compare import compare_dumps
     from graphtrain.run.dumps.files import StoredDump
 
     opened = StoredDump.open(Path(a)), StoredDump.open(Path(b))
-    return compare_dumps(*opened, tolerance=tolerance, absolute=absolute)
+    return compare_dumps(*opened, tolerance=tolerance, absolute=absolute, common=common)

@@ -10,11 +10,12 @@ import click
 
 from graphtrain.cli.options import FiniteRange, LocalPath, json_option
 from graphtrain.cli.terminal import say
+from graphtrain.files import counted
 
 if TYPE_CHECKING:
     from graphtrain.run.dumps.compare import ArrayDifference, Comparison
 
-_DIFFERS = 5  # exit status
+_DIFFERS = 5  # exit status, also if something was not compared
 _MAX_ROWS = 20  # of arrays that differ, unless --all is given
 
 
@@ -35,24 +36,37 @@ _MAX_ROWS = 20  # of arrays that differ, unless --all is given
     help="Differences of at most this count as equal in any case, for arrays that are zero but "
     "for rounding.",
 )
+@click.option(
+    "--common",
+    is_flag=True,
+    help="Compare only the arrays and steps that both have; otherwise dumps of which one has more "
+    "are not equal.",
+)
 @click.option("--all", "shows_all", is_flag=True, help="Print a row for every array.")
 @json_option
 def command(
-    a: Path, b: Path, tolerance: float | None, absolute: float, shows_all: bool, as_json: bool
+    a: Path,
+    b: Path,
+    tolerance: float | None,
+    absolute: float,
+    common: bool,
+    shows_all: bool,
+    as_json: bool,
 ) -> None:
     """Find the first array, in the order of execution, in which two dumps differ.
 
-    A is the dump to trust, and B the other. If they differ by more than the tolerance, exits with
-    5.
+    A is the dump to trust, and B the other. Exits with 5 if they differ by more than the
+    tolerance, or if something was not compared: arrays that are not finite in both, and those that
+    only one has.
     """
     from graphtrain.api.dumps import compare
 
-    comparison = compare(a, b, tolerance=tolerance, absolute=absolute)
+    comparison = compare(a, b, tolerance=tolerance, absolute=absolute, common=common)
     if as_json:
         click.echo(json.dumps(comparison.as_json()))
     else:
         _print(comparison, shows_all=shows_all)
-    if comparison.first is not None:
+    if not comparison.is_equal:
         sys.exit(_DIFFERS)
 
 
@@ -65,26 +79,59 @@ def _print(comparison: "Comparison", *, shows_all: bool) -> None:
             say(f"note: only in {letter}: {', '.join(names[:3])}{more} ({len(names)})")
     first, total = comparison.first, len(comparison.differences)
     differing = [one for one in comparison.differences if one.differs]
+    left_out = _left_out(comparison)
     if first is None:
-        largest = max(comparison.differences, key=lambda one: one.relative)
-        click.echo(
-            f"equal: {total} arrays, within {comparison.tolerance:g}; the largest difference is "
-            f"{largest.relative:.1e}, of {largest.name} in step {largest.step}"
-        )
+        click.echo(_result(comparison, left_out))
     else:
         click.echo("\n".join(_first_lines(comparison, first)))
-        click.echo(f"\n{len(differing)} of {total} arrays differ:")
+        click.echo(f"\n{'; '.join([f'{len(differing)} of {total} arrays differ', *left_out])}:")
     rows = list(comparison.differences) if shows_all else differing
     _print_table(rows if shows_all else rows[:_MAX_ROWS])
     if not shows_all and len(rows) > _MAX_ROWS:
         click.echo(f"... {len(rows) - _MAX_ROWS} more; --all prints every array")
 
 
+def _result(comparison: "Comparison", left_out: Sequence[str]) -> str:
+    """Return the line about two dumps without a difference."""
+    equal = [one for one in comparison.differences if one.equal]
+    text = f"{counted(len(equal), 'array')}, within {comparison.tolerance:g}"
+    if equal:
+        largest = max(equal, key=lambda one: one.relative)
+        text += (
+            f"; the largest difference is {largest.relative:.1e}, of {largest.name} in step "
+            f"{largest.step}"
+        )
+    if comparison.is_equal:
+        return "; ".join([f"equal: {text}", *left_out])
+    return f"not all compared: {'; '.join(left_out)}; equal: {text}"
+
+
+def _left_out(comparison: "Comparison") -> list[str]:
+    """Return what was not compared, in words."""
+    parts = []
+    if found := comparison.not_finite:
+        have = "is" if len(found) == 1 else "are"
+        parts.append(
+            f"{counted(len(found), 'array')} {have} not finite in both, the first of them "
+            f"{found[0].name} in step {found[0].step}"
+        )
+    for noun, lists in (("array", comparison.only_in), ("step", comparison.only_steps)):
+        for letter, names in zip("AB", lists, strict=True):
+            if names:
+                parts.append(f"{counted(len(names), noun)} only in {letter}")
+    if any((*comparison.only_in, *comparison.only_steps)):
+        parts[-1] += " (left out)" if comparison.common else " (--common leaves them out)"
+    return parts
+
+
 def _first_lines(comparison: "Comparison", first: "ArrayDifference") -> list[str]:
     """Return the lines about the first difference."""
-    position = comparison.differences.index(first)
+    before = comparison.differences[: comparison.differences.index(first)]
+    equal = counted(sum(one.equal for one in before), "equal array")
+    not_finite = len([one for one in before if not one.equal])
+    apart = f" and {not_finite} not finite in both" if not_finite else ""
     lines = [
-        f"first difference: {first.name} in step {first.step}, after {position} equal arrays",
+        f"first difference: {first.name} in step {first.step}, after {equal}{apart}",
         f"  relative    {first.relative:.2e} (tolerance {comparison.tolerance:g})",
         f"  max |A - B| {first.max_abs:.2e}",
     ]
@@ -98,7 +145,8 @@ def _first_lines(comparison: "Comparison", first: "ArrayDifference") -> list[str
     for number, line in enumerate(_by_file(first.lines)):
         lines.append(f"  {'' if number else _maker(first.name):<11} {line}")
     if first.after is not None:
-        lines.append(f"  the array before it, {first.after}, is equal")
+        state = "equal" if before[-1].equal else "not finite in both"
+        lines.append(f"  the array before it, {first.after}, is {state}")
     return lines
 
 
@@ -124,4 +172,6 @@ def _print_table(rows: "list[ArrayDifference]") -> None:
     for one in rows:
         cosine = "" if one.cosine is None else f"{one.cosine:9.6f}"
         values = f"{one.relative:9.1e}  {one.max_abs:9.1e}  {cosine:>9}"
+        if one.not_finite and not one.differs:
+            values = "not finite in both"
         click.echo(f"{one.step:>6}  {one.name:<{width}}  {values}".rstrip())

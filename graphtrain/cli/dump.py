@@ -150,7 +150,16 @@ def _print_dump(stored: "StoredDump", as_json: bool) -> None:
     index = stored.index
     steps = [entry["step"] for entry in index.steps]
     if as_json:
-        facts = {"directory": str(stored.directory), "steps": steps}
+        about = ("step", "not_finite", "loss_scale", "skipped")
+        facts = {
+            "directory": str(stored.directory),
+            "steps": steps,
+            "not_finite": [
+                {name: entry[name] for name in about}
+                for entry in index.steps
+                if entry["not_finite"]
+            ],
+        }
         click.echo(json.dumps(facts | {"arrays": [vars(one) for one in index.arrays]}))
         return
     arrays = counted(len(index.arrays), "summary" if index.summary else "array")

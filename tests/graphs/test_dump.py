@@ -46,9 +46,8 @@ def stored(directory, arrays, lines):
         ArrayEntry(name, list(array.shape), str(array.dtype), lines.get(name, []))
         for name, array in arrays.items()
     ]
-    write_step(directory, 1, arrays)
     about = {"target": "cpu:1", "mesh": {}, "dtype": "float32", "summary": False, "program": ""}
-    steps = [{"step": 1, "batch": ""}]
+    steps = [write_step(directory, 1, arrays)]
     write_index(
         directory, DumpIndex(**about, identity={}, versions={}, arrays=entries, steps=steps)
     )
@@ -66,6 +65,9 @@ def test_arrays_are_those_of_one_device_on_a_mesh_with_microbatches():
     assert list(one) == list(many)
     for name in one:
         assert compare_arrays(one[name], many[name])["relative"] < 2e-5, name
+    for fact in loaded(SPLIT, "dump").record["dump"]["arrays"]:  # dump.json must tell the truth
+        array = many[fact["name"]]
+        assert (list(array.shape), array.dtype.name) == (fact["shape"], fact["dtype"])
 
 
 def test_gradients_of_activations_explain_those_of_weights():

@@ -15,9 +15,10 @@ from graphtrain.run.dumps.compare import (
     summary_of,
 )
 from graphtrain.run.dumps.files import ArrayEntry, DumpIndex, StoredDump, write_index, write_step
-from graphtrain.run.dumps.take import merge_summaries
+from graphtrain.run.dumps.take import merge_summaries, scale_facts, warn_unless_finite
 
 NAMES = [f"forward/layers/{layer}/output" for layer in range(4)]
+STEP, WEIGHTS = "step-000001", "model.safetensors"
 INDEX = DumpIndex(
     target="cpu:1",
     mesh={},
@@ -42,13 +43,32 @@ def write(directory, *steps, **about):
         ArrayEntry(name, [2, 3, 8], "float32", [f"model.py:{line}"])
         for line, name in enumerate(steps[0], 1)
     ]
-    numbers = range(1, len(steps) + 1)
-    for number, arrays in zip(numbers, steps, strict=True):
-        write_step(directory, number, arrays)
-    listed = [{"step": number, "batch": "same"} for number in numbers]
+    is_summary = about.get("summary", False)
+    step = about.pop("step", {"batch": "same"})
+    listed = [
+        write_step(directory, number, arrays, summary=is_summary, **step)
+        for number, arrays in enumerate(steps, 1)
+    ]
     about = {"arrays": entries, "steps": listed} | about
     write_index(directory, dataclasses.replace(INDEX, **about))
     return StoredDump.open(directory)
+
+
+def replace(path, old, new):
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+
+
+def flip_last(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 64]))
+
+
+def swap(a, b):
+    between = a.rename(a.with_name("between"))
+    b.rename(a)
+    between.rename(b)
 
 
 def test_the_first_difference_is_the_first_in_order_not_the_largest(tmp_path):
@@ -127,8 +147,8 @@ def test_tolerances_follow_the_coarser_dtype_unless_they_are_given(tmp_path):
 
 def test_what_else_differs_is_noted(tmp_path):
     a = write(tmp_path / "a", arrays_of())
-    identity, steps = {"program.model.embed": 16}, [{"step": 1, "batch": "other"}]
-    b = write(tmp_path / "b", arrays_of(), identity=identity, steps=steps, target="cpu:4")
+    identity, step = {"program.model.embed": 16}, {"batch": "other"}
+    b = write(tmp_path / "b", arrays_of(), identity=identity, step=step, target="cpu:4")
     notes = compare_dumps(a, b).notes
     assert notes == (
         "program.model.embed: 8 and 16",
@@ -138,11 +158,10 @@ def test_what_else_differs_is_noted(tmp_path):
 
 
 def test_dumps_without_a_common_step_are_refused(tmp_path):
-    a, b = write(tmp_path / "a", arrays_of()), write(tmp_path / "b", arrays_of(), steps=[])
+    a = write(tmp_path / "a", arrays_of())
+    b = write(tmp_path / "b", arrays_of(), steps=[write_step(tmp_path / "b", 7, arrays_of())])
     with pytest.raises(DumpError, match="none in common"):
-        compare_dumps(a, dataclasses.replace(b, index=dataclasses.replace(b.index, steps=[
-            {"step": 7, "batch": ""}
-        ])))  # fmt: skip
+        compare_dumps(a, b)
 
 
 @pytest.mark.parametrize(
@@ -150,16 +169,93 @@ def test_dumps_without_a_common_step_are_refused(tmp_path):
     [
         (lambda path: (path / "dump.json").unlink(), "contains no dump.json"),
         (lambda path: (path / "dump.json").write_text('{"steps": 3}'), "damaged"),
-        (lambda path: (path / "step-000001/model.safetensors").write_bytes(b"x"), "not a complete"),
-        (lambda path: (path / "step-000001/model.safetensors").unlink(), "contains no weights"),
+        (lambda path: (path / "dump.json").write_text('{"format": 1}'), "has format 1"),
+        (lambda path: replace(path / "dump.json", b'"cpu:1"', b'"cpu:2"'), "digest differs"),
+        (lambda path: (path / STEP / WEIGHTS).write_bytes(b"x"), "it is damaged"),
+        (lambda path: (path / STEP / WEIGHTS).unlink(), f"{STEP} lacks {WEIGHTS}"),
+        (lambda path: flip_last(path / STEP / WEIGHTS), f"{STEP}/{WEIGHTS} is not the file"),
+        (lambda path: (path / STEP / f"{WEIGHTS}.index.json").touch(), "does not list; remove it"),
+        (lambda path: swap(path / STEP, path / "step-000002"), "it is that of step 2"),
     ],
 )
 def test_damaged_dumps_are_refused(damage, message, tmp_path):
     write(tmp_path / "a", arrays_of())
-    write(tmp_path / "b", arrays_of())
+    write(tmp_path / "b", arrays_of(), arrays_of(1))
     damage(tmp_path / "b")
-    outcome = graphtrain("compare", tmp_path / "a", tmp_path / "b")
+    outcome = graphtrain("compare", tmp_path / "a", tmp_path / "b", "--common")
     assert outcome.status == 2 and message in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda entries: entries[:3], f"has {NAMES[3]}, which dump.json does not list"),
+        (lambda entries: [*entries, ArrayEntry("head", [1], "float32", [])], "lacks head"),
+        (
+            lambda entries: [dataclasses.replace(entries[0], shape=[48]), *entries[1:]],
+            f"has {NAMES[0]} as float32 [2, 3, 8], and dump.json as float32 [48]",
+        ),
+        (
+            lambda entries: [dataclasses.replace(entries[0], dtype="float16"), *entries[1:]],
+            "and dump.json as float16 [2, 3, 8]",
+        ),
+    ],
+)
+def test_files_that_dump_json_does_not_describe_are_refused(change, message, tmp_path):
+    b = write(tmp_path / "b", arrays_of())
+    write_index(b.directory, dataclasses.replace(b.index, arrays=change(b.index.arrays)))
+    outcome = graphtrain("compare", write(tmp_path / "a", arrays_of()).directory, b.directory)
+    assert outcome.status == 2 and message in outcome.err
+
+
+def test_what_is_not_finite_in_both_is_not_equal(tmp_path):
+    arrays = arrays_of()
+    arrays[NAMES[2]][0, 1, 3], arrays[NAMES[3]][:] = np.inf, np.nan
+    step = {"loss_scale": 2.0**24, "skipped": True}
+    whole = write(tmp_path / "whole", arrays, step=step).directory
+    summaries = {name: summary_of(array) for name, array in arrays.items()}
+    summary = write(tmp_path / "summary", summaries, step=step, summary=True).directory
+    for other in (whole, summary):
+        outcome = graphtrain("compare", whole, other)
+        assert outcome.status == 5
+        expected = f"2 arrays are not finite in both, the first of them {NAMES[2]} in step 1;"
+        assert outcome.out.startswith(f"not all compared: {expected} equal: 2 arrays, within")
+        for letter in "AB":
+            reason = "overflowed at loss scale 16777216 and was skipped: 2 of 4 arrays have"
+            assert f"step 1 in {letter} {reason}" in outcome.err
+    report = json.loads(graphtrain("compare", whole, summary, "--json").out)
+    assert report["equal"] is False and report["first"] is None and report["not_finite"] == 2
+
+    wrong = {**arrays, NAMES[3]: arrays_of()[NAMES[3]]}
+    outcome = graphtrain("compare", whole, write(tmp_path / "wrong", wrong).directory)
+    assert outcome.status == 5
+    assert "after 2 equal arrays and 1 not finite in both" in outcome.out
+    assert "1 of 4 arrays differ; 1 array is not finite in both" in outcome.out
+
+
+def test_a_skipped_step_is_told_when_it_is_dumped(tmp_path):
+    arrays = arrays_of()
+    facts = scale_facts({"loss_scale": np.float32(8), "grad_norm": np.float32(1)})
+    warn_unless_finite(write_step(tmp_path, 1, arrays, **facts), 4)  # of finite arrays, nothing
+    arrays[NAMES[3]][0] = np.nan
+    with pytest.warns(UserWarning, match="step 2 is not finite: 1 of 4 arrays have elements"):
+        warn_unless_finite(write_step(tmp_path, 2, arrays), 4)
+    facts = scale_facts({"loss_scale": np.float32(8), "grad_norm": np.float32(np.nan)})
+    with pytest.warns(UserWarning, match=r"step 3 overflowed at loss scale 8 and.*initial_scale"):
+        warn_unless_finite(write_step(tmp_path, 3, arrays, **facts), 4)
+
+
+def test_what_only_one_has_is_not_equal_unless_it_is_left_out(tmp_path):
+    few = {name: array for name, array in arrays_of().items() if name != NAMES[1]}
+    a = write(tmp_path / "a", arrays_of()).directory
+    b = write(tmp_path / "b", few, few).directory
+    outcome = graphtrain("compare", a, b)
+    assert outcome.status == 5
+    expected = "1 array only in A; 1 step only in B (--common leaves them out); equal: 3 arrays"
+    assert outcome.out.startswith(f"not all compared: {expected}")
+    outcome = graphtrain("compare", a, b, "--common")
+    assert outcome.status == 0 and outcome.out.startswith("equal: 3 arrays")
+    assert "1 array only in A; 1 step only in B (left out)" in outcome.out
 
 
 def test_the_command_reports_the_first_difference_and_its_line(tmp_path):

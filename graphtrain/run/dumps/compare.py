@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from graphtrain.errors import DumpError
 from graphtrain.graphs.names import SUMMARY
-from graphtrain.run.dumps.files import ArrayEntry, StoredDump
+from graphtrain.run.dumps.files import ArrayEntry, StoredDump, not_finite_reason
 from graphtrain.weights.files import WeightFiles
 
 # Largest difference that rounding explains, relative to an array; by the dtype of computation.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+_T = TypeVar("_T")
 _PART = 1 << 22  # elements converted to float64 at once
 
 
@@ -33,9 +34,15 @@ class ArrayDifference:
     index: list[int] | None  # of the element with the largest difference
     values: tuple[float, float] | None  # of both dumps, at `index`
     reason: str  # what differs other than finite values; may be empty
+    not_finite: int  # elements that are not finite in both, alike: nothing can be said of them
     lines: tuple[str, ...]  # of the model's code that made it; may be empty
     after: str | None  # the array before it in the order of execution
     differs: bool
+
+    @property
+    def equal(self) -> bool:
+        """Return whether all elements are finite, and equal within the tolerance."""
+        return not (self.differs or self.not_finite)
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as JSON; non-finite numbers as strings."""
@@ -54,6 +61,8 @@ class Comparison:
     tolerance: float
     differences: tuple[ArrayDifference, ...]  # of all arrays that both have
     only_in: tuple[tuple[str, ...], tuple[str, ...]]  # arrays that the other lacks
+    only_steps: tuple[tuple[int, ...], tuple[int, ...]]  # steps that the other lacks
+    common: bool  # whether what only one has does not count
     notes: tuple[str, ...]  # what else differs: settings, batches, versions
 
     @property
@@ -61,20 +70,39 @@ class Comparison:
         """First array that differs by more than the tolerance."""
         return next((one for one in self.differences if one.differs), None)
 
+    @property
+    def not_finite(self) -> tuple[ArrayDifference, ...]:
+        """Arrays without a difference that are not finite in both: not compared."""
+        return tuple(one for one in self.differences if one.not_finite and not one.differs)
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether everything was compared, and is equal within the tolerance."""
+        is_complete = self.common or not any((*self.only_in, *self.only_steps))
+        return is_complete and all(one.equal for one in self.differences)
+
     def as_json(self) -> dict[str, Any]:
         return {
-            "equal": self.first is None,
+            "equal": self.is_equal,
             "tolerance": self.tolerance,
             "first": None if self.first is None else self.first.as_json(),
             "arrays": [one.as_json() for one in self.differences],
             "only_in_a": list(self.only_in[0]),
             "only_in_b": list(self.only_in[1]),
+            "steps_only_in_a": list(self.only_steps[0]),
+            "steps_only_in_b": list(self.only_steps[1]),
+            "not_finite": len(self.not_finite),
             "notes": list(self.notes),
         }
 
 
 def compare_dumps(
-    a: StoredDump, b: StoredDump, *, tolerance: float | None = None, absolute: float = 0.0
+    a: StoredDump,
+    b: StoredDump,
+    *,
+    tolerance: float | None = None,
+    absolute: float = 0.0,
+    common: bool = False,
 ) -> Comparison:
     """Compare the arrays that two dumps have in common, step by step.
 
@@ -85,22 +113,23 @@ def compare_dumps(
             coarser of the two dtypes explains.
         absolute: differences of at most this count as equal in any case, for arrays that are zero
             but for rounding.
+        common: whether arrays and steps that only one has do not count.
 
     Raises:
         DumpError: no step or no array is in both, or a file is damaged.
     """
-    steps = [entry["step"] for entry in a.index.steps]
-    common_steps = [step for step in steps if step in {one["step"] for one in b.index.steps}]
+    steps, steps_of_b = ([entry["step"] for entry in dump.index.steps] for dump in (a, b))
+    common_steps = [step for step in steps if step in steps_of_b]
     if not common_steps:
         raise DumpError(
             f"{a.directory} has steps {_range(steps)}, and {b.directory} "
-            f"{_range([one['step'] for one in b.index.steps])}: none in common; start both dumps "
-            "from the same checkpoint (--step)"
+            f"{_range(steps_of_b)}: none in common; start both dumps from the same checkpoint "
+            "(--step)"
         )
     of_a = {one.name: one for one in a.index.arrays}
     of_b = {one.name: one for one in b.index.arrays}
-    common = [name for name in of_a if name in of_b]
-    if not common:
+    common_names = [name for name in of_a if name in of_b]
+    if not common_names:
         raise DumpError(f"{a.directory} and {b.directory} have no array in common")
     if tolerance is None:
         known = [TOLERANCES[dump.index.dtype] for dump in (a, b) if dump.index.dtype in TOLERANCES]
@@ -109,7 +138,7 @@ def compare_dumps(
     for step in common_steps:
         files = a.arrays(step), b.arrays(step)
         before = None
-        for name in common:
+        for name in common_names:
             measured = _measure(name, files, (a, b), of_a[name], of_b[name])
             differs = measured["relative"] > tolerance and not measured["max_abs"] <= absolute
             lines = tuple(of_b[name].lines or of_a[name].lines)
@@ -119,8 +148,20 @@ def compare_dumps(
                 )
             )
             before = name
-    only = tuple(n for n in of_a if n not in of_b), tuple(n for n in of_b if n not in of_a)
-    return Comparison(tolerance, tuple(differences), only, tuple(_notes(a, b, common_steps)))
+    return Comparison(
+        tolerance,
+        tuple(differences),
+        only_in=_only(list(of_a), list(of_b)),
+        only_steps=_only(steps, steps_of_b),
+        common=common,
+        notes=tuple(_notes(a, b, common_steps)),
+    )
+
+
+def _only(a: Sequence[_T], b: Sequence[_T]) -> tuple[tuple[_T, ...], tuple[_T, ...]]:
+    """Return what only the first of two lists has, and what only the second."""
+    of_a, of_b = set(a), set(b)
+    return tuple(one for one in a if one not in of_b), tuple(one for one in b if one not in of_a)
 
 
 def _measure(
@@ -133,7 +174,7 @@ def _measure(
     if of_a.shape != of_b.shape:
         return _unlike(f"shapes {of_a.shape} and {of_b.shape}")
     a, b = files[0].read(name), files[1].read(name)
-    is_summary = [dump.index.summary and not name.startswith("metrics/") for dump in dumps]
+    is_summary = [dump.index.stores_summary(name) for dump in dumps]
     if any(is_summary):
         return compare_summaries(
             a if is_summary[0] else summary_of(a), b if is_summary[1] else summary_of(b)
@@ -145,7 +186,7 @@ def compare_arrays(a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
     """Return the measures of ArrayDifference for two arrays of the same shape."""
     flat = a.reshape(-1), b.reshape(-1)
     sums = np.zeros(4)  # of squares of a, b and a - b, and of products
-    largest, worst, worst_at = 0.0, -1.0, 0
+    largest, worst, worst_at, not_finite = 0.0, -1.0, 0, 0
     for begin in range(0, a.size, _PART):
         x, y = (each[begin : begin + _PART].astype(np.float64) for each in flat)
         finite = np.isfinite(x)
@@ -154,6 +195,7 @@ def compare_arrays(a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
             at = begin + int(unlike.argmax())
             found = _unlike(f"{int(unlike.sum())} non-finite elements in one of them only")
             return found | _place(a, b, at)
+        not_finite += int((~finite).sum())
         x, y = np.where(finite, x, 0), np.where(finite, y, 0)
         gap = np.abs(x - y)
         sums += [np.dot(x, x), np.dot(y, y), np.dot(gap, gap), np.dot(x, y)]
@@ -164,7 +206,13 @@ def compare_arrays(a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
     worst = max(worst, 0.0)
     relative = max(_ratio(norm_gap, norm_a), _ratio(worst, largest))
     cosine = float(sums[3] / (norm_a * norm_b)) if norm_a and norm_b else None
-    measures = {"relative": relative, "max_abs": worst, "cosine": cosine, "reason": ""}
+    measures = {
+        "relative": relative,
+        "max_abs": worst,
+        "cosine": cosine,
+        "reason": "",
+        "not_finite": not_finite,
+    }
     return measures | (_place(a, b, worst_at) if worst else {"index": None, "values": None})
 
 
@@ -185,6 +233,7 @@ def compare_summaries(a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
     return {"relative": relative, "max_abs": largest, "cosine": None, "reason": ""} | {
         "index": None,
         "values": (mine["norm"], other["norm"]),
+        "not_finite": int(mine["non_finite"]),
     }
 
 
@@ -216,6 +265,7 @@ def _unlike(reason: str) -> dict[str, Any]:
         "index": None,
         "values": None,
         "reason": reason,
+        "not_finite": 0,
     }
 
 
@@ -235,6 +285,12 @@ def _notes(a: StoredDump, b: StoredDump, steps: list[int]) -> Iterator[str]:
     batches = [{one["step"]: one["batch"] for one in dump.index.steps} for dump in (a, b)]
     if unlike := [step for step in steps if batches[0][step] != batches[1][step]]:
         yield f"the batches differ, from step {unlike[0]} on"
+    for letter, dump in zip("AB", (a, b), strict=True):
+        for entry in dump.index.steps:
+            if entry["step"] in steps and (
+                reason := not_finite_reason(entry, len(dump.index.arrays))
+            ):
+                yield f"step {entry['step']} in {letter} {reason}"
     for name in ("target", "mesh"):
         mine, other = getattr(a.index, name), getattr(b.index, name)
         if mine != other:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from graphtrain.run.dumps.files import (
     DumpIndex,
     StepEntry,
     StoredDump,
+    not_finite_reason,
     write_index,
     write_step,
 )
@@ -122,8 +125,9 @@ def take_dump(
             if begin.data_position is not None:
                 loader.restore(begin.data_position)
         state, entries, arrays = begin.state, [], {}
+        summary = step.record[DUMP]["summary"] and not eager
         for number in range(begin.step, begin.step + steps):
-            batch = next(loader)
+            batch, facts = next(loader), {}
             if eager:
                 parameters = backend.checkpoint_arrays({"parameters": state["parameters"]})
                 arrays = eager_step(program, parameters["parameters"], batch)
@@ -135,11 +139,41 @@ def take_dump(
                 results = {name: outputs[name] for name in ("arrays", "metrics")}
                 results = backend.checkpoint_arrays(results)
                 arrays = host_arrays(program, step.record, results)
-            write_step(unfinished, number + 1, arrays)
-            entries.append(StepEntry(step=number + 1, batch=_digest(batch)))
+                facts = scale_facts(results["metrics"])
+            entries.append(
+                write_step(
+                    unfinished,
+                    number + 1,
+                    arrays,
+                    batch=_digest(batch),
+                    summary=summary,
+                    **facts,
+                )
+            )
+            warn_unless_finite(entries[-1], len(arrays))
         index = _index(program, run, step.record, programs, arrays, entries)
         write_index(unfinished, eager_index(index, arrays) if eager else index)
     return StoredDump.open(directory)
+
+
+def scale_facts(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts about the dynamic loss scale of a step; none if it has no such scale."""
+    if "loss_scale" not in metrics:
+        return {}
+    skipped = not math.isfinite(float(metrics["grad_norm"]))
+    return {"loss_scale": float(metrics["loss_scale"]), "skipped": skipped}
+
+
+def warn_unless_finite(entry: StepEntry, arrays: int) -> None:
+    """Warn of a step in which some of the arrays compare with nothing."""
+    if (reason := not_finite_reason(entry, arrays)) is None:
+        return
+    remedy = "graphtrain compare does not compare what is not finite"
+    if entry["skipped"]:
+        remedy = (
+            "start from a checkpoint (--step), or with a smaller program.precision.initial_scale"
+        )
+    warnings.warn(f"step {entry['step']} {reason}; {remedy}", stacklevel=2)
 
 
 def _restored(
