@@ -51,8 +51,11 @@ class ObjectStore:
                 environment.
 
         Raises:
-            CacheError: unsupported URL, no such directory, or obstore is not installed.
+            CacheError: unsupported URL, no bucket in it, no such directory, or obstore is not
+                installed.
         """
+        if url.endswith("://"):
+            raise CacheError(f"{url} names no bucket; write {url}BUCKET/PATH")
         self.url = url
         self._is_web = url.startswith(("http://", "https://"))
         self._patience = retry_seconds if "://" in url else 0.0  # retrying a local disk is useless

@@ -18,13 +18,16 @@ from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files
 from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.checkpoints.remote import RemoteCheckpoints
 from graphtrain.checkpoints.remote_manifest import DamagedRemoteCheckpoint
+from graphtrain.checkpoints.run_files import METRICS
 from graphtrain.checkpoints.steps import Retention, saved_steps
+from graphtrain.config.run_record import RECORD
 from graphtrain.errors import TrainingError
 
 Status = Literal["complete", "damaged", "quarantined"]
 _QUARANTINED = re.compile(r"([0-9]{1,18})-[0-9]+", re.ASCII)  # name in the folder quarantine
 # Directories of checkpoints that were never completed, or are being deleted.
 _LEFTOVER = re.compile(r"[0-9]{1,18}\.(orbax-checkpoint-tmp.*|download|deleted)", re.ASCII)
+_OF_RUN = ("checkpoints", "quarantine", METRICS, RECORD)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,12 @@ class StoredCheckpoint:
     status: Status
     reason: str | None = None  # of damage
     validation_loss: float | None = None
+
+
+def holds_run(directory: Path) -> bool:
+    """Return whether a directory is that of a run, which may have no checkpoint yet."""
+    # checkpoints may be a link to a disk that is lost.
+    return any(os.path.lexists(directory / name) for name in _OF_RUN)
 
 
 def list_local(run_directory: Path) -> list[StoredCheckpoint]:

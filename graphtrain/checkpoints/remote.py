@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from graphtrain.cache.remote import RETRY_SECONDS, Consume, ObjectStore, UnusableObject
-from graphtrain.checkpoints.info import read_checkpoint_info
+from graphtrain.checkpoints.info import CheckpointInfo, read_checkpoint_info
 from graphtrain.checkpoints.manifest import NAME as LOCAL_MANIFEST
 from graphtrain.checkpoints.manifest import UNVERIFIED, recorded_files, verify_files
 from graphtrain.checkpoints.output_directory import write_errors
@@ -183,6 +183,25 @@ class RemoteCheckpoints:
         chosen = {name: manifest.checkpoint[name] for name in names if name in manifest.checkpoint}
         self._download_files(manifest, "checkpoint", chosen, directory)
         return manifest
+
+    def info(self, step: int) -> CheckpointInfo:
+        """Return the metadata of a checkpoint.
+
+        Raises:
+            TrainingError: they are damaged: DamagedRemoteCheckpoint, or cannot be read.
+            CacheError: the store cannot be read.
+        """
+        with tempfile.TemporaryDirectory(prefix="graphtrain-download-") as temporary:
+            self.download_description(step, Path(temporary) / str(step))
+            return read_checkpoint_info(Path(temporary), step)
+
+    def is_empty(self) -> bool:
+        """Return whether the store has nothing of a run, not even of an interrupted upload.
+
+        Raises:
+            CacheError: the store cannot be listed.
+        """
+        return not any(next(self._store.names(prefix), None) for prefix in (STEPS, FILES))
 
     def verify(self, step: int) -> None:
         """Read every object of a checkpoint.

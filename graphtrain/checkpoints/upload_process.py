@@ -26,6 +26,7 @@ from graphtrain.cache.remote import UnusableObject
 from graphtrain.checkpoints.listing import list_remote, superfluous
 from graphtrain.checkpoints.manifest import DamagedCheckpoint
 from graphtrain.checkpoints.remote import RemoteCheckpoints
+from graphtrain.checkpoints.same_run import OtherRun, check_store
 from graphtrain.checkpoints.steps import Retention
 from sharding_rules.errors import UserError
 
@@ -109,9 +110,12 @@ def _upload(job: UploadJob, step: int) -> bool:
         if remote.has(directory, step):
             _report("present", step)
             return True
+        check_store(remote, directory, step)
+        replaces = step in remote.steps()  # of the same run, which was trained again from before
         manifest = remote.upload(directory, step)
-        _report("uploaded", step, bytes=manifest.nbytes, seconds=time.monotonic() - started)
-    except (DamagedCheckpoint, UnusableObject) as error:
+        seconds = time.monotonic() - started
+        _report("uploaded", step, bytes=manifest.nbytes, seconds=seconds, replaces=replaces)
+    except (DamagedCheckpoint, OtherRun, UnusableObject) as error:
         _report("refused", step, reason=str(error))
         return True
     except (UserError, OSError) as error:

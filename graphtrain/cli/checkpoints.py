@@ -68,7 +68,7 @@ def ls(location: Path | str, endpoint: str | None, as_json: bool) -> None:
     Sizes of files are compared with the manifest; `verify` reads their contents. A damaged
     checkpoint that a run set aside is in quarantine.
     """
-    found = _found(location, endpoint)
+    found = _found_in_any(location, endpoint)
     losses = _training_losses(location)
     if as_json:
         click.echo(json.dumps([_facts(one, losses.get(one.step)) for one in found], indent=1))
@@ -118,11 +118,14 @@ def show(location: Path | str, step: Step, endpoint: str | None, as_json: bool) 
 def verify(location: Path | str, step: Step, endpoint: str | None, as_json: bool) -> None:
     """Read every byte and compare it with the digests of the manifest. Exits with 2 if one differs.
 
-    A run records XXH3 digests when it saves, an upload SHA-256 digests.
+    A run records XXH3 digests when it saves, an upload SHA-256 digests. Where there is no
+    checkpoint, it exits with 2 too.
     """
     from graphtrain.checkpoints.listing import verify_local, verify_remote
 
     found = [one for one in _found(location, endpoint) if one.status != "quarantined"]
+    if not found:
+        raise _no_checkpoints(location)
     chosen = found if step is None else [_choose(found, step, location)]
     if isinstance(location, Path):
         reasons = {one.step: verify_local(location, one.step) for one in chosen}
@@ -173,7 +176,8 @@ def gc(
     from graphtrain.checkpoints.listing import superfluous
     from graphtrain.checkpoints.steps import Retention
 
-    steps = superfluous(_found(location, endpoint), Retention(keep, keep_best, keep_every))
+    found = _found_in_any(location, endpoint)
+    steps = superfluous(found, Retention(keep, keep_best, keep_every))
     if isinstance(location, Path):
         rests = _collect_local(location, steps, dry_run=dry_run)
     else:
@@ -214,17 +218,31 @@ def _collect_remote(remote: RemoteCheckpoints, steps: Sequence[int], *, dry_run:
 @_run_argument
 @_url_argument
 @_step_option("Step of the checkpoint. [default: last]")
+@click.option(
+    "--replace",
+    is_flag=True,
+    help="Replace the checkpoint of this step in the store if there is one.",
+)
 @_endpoint_option
-def push(run: Path, url: str, step: Step, endpoint: str | None) -> None:
+def push(run: Path, url: str, step: Step, replace: bool, endpoint: str | None) -> None:
     """Upload a checkpoint of RUN, with the files that describe the run, to an object store.
 
-    Every file is verified before it is sent. The checkpoint exists there when it is complete.
+    Every file is verified before it is sent. The checkpoint exists there when it is complete. A
+    store with checkpoints of another run is refused.
     """
+    from graphtrain.checkpoints.same_run import check_store
+
     chosen = _choose(_found(run, None), step, run)
     remote = _remote(url, endpoint, create=True)
-    if remote.has(run, chosen.step):
+    check_store(remote, run, chosen.step)
+    if not replace and remote.has(run, chosen.step):
         click.echo(f"{url} has step {chosen.step} already")
         return
+    if not replace and chosen.step in remote.steps():
+        raise TrainingError(
+            f"{url} has another checkpoint of step {chosen.step}, or a damaged one; push to "
+            "another location, or replace it with --replace"
+        )
     manifest = remote.upload(run, chosen.step)
     click.echo(f"uploaded step {chosen.step}, {format_size(manifest.nbytes)}, to {url}")
 
@@ -238,13 +256,15 @@ def pull(url: str, run: Path, step: Step, endpoint: str | None) -> None:
     """Download a checkpoint from an object store into the directory RUN, and verify it.
 
     Where RUN has no config.toml, metrics or tokenizer, those of the checkpoint are downloaded too,
-    so that RUN can be resumed, evaluated and exported.
+    so that RUN can be resumed, evaluated and exported. If RUN is another run, it is refused.
     """
+    from graphtrain.checkpoints.same_run import check_directory
     from graphtrain.run.directory_lock import locked_run_directory
 
-    chosen = _choose(_found(url, endpoint), step, url)
+    chosen, remote = _choose(_found(url, endpoint), step, url), _remote(url, endpoint)
     with locked_run_directory(run):
-        path = _remote(url, endpoint).download(chosen.step, run)
+        check_directory(remote, chosen.step, run)
+        path = remote.download(chosen.step, run)
     click.echo(f"downloaded {path}, {format_size(chosen.nbytes)}")
 
 
@@ -267,6 +287,31 @@ def _found(location: Path | str, endpoint: str | None) -> list[StoredCheckpoint]
     if not location.is_dir():
         raise TrainingError(f"{location}: no such run; name its directory, or its configuration")
     return list_local(location)
+
+
+def _found_in_any(location: Path | str, endpoint: str | None) -> list[StoredCheckpoint]:
+    """Return the checkpoints of a run or a store, which may have none.
+
+    Raises:
+        TrainingError: there is neither a run nor a store.
+    """
+    from graphtrain.checkpoints.listing import holds_run
+
+    found = _found(location, endpoint)
+    if isinstance(location, Path):
+        is_any = bool(found) or holds_run(location)
+    else:
+        is_any = bool(found) or not _remote(location, endpoint).is_empty()
+    if not is_any:
+        raise _no_checkpoints(location)
+    return found
+
+
+def _no_checkpoints(location: Path | str) -> TrainingError:
+    return TrainingError(
+        f"no checkpoints in {location}; name the directory of a run, its configuration, or the "
+        "location of an object store"
+    )
 
 
 def _choose(

@@ -74,6 +74,8 @@ EXECUTION = frozenset(
     }
 )
 
+STEPS = "run.steps"  # recorded to say what a change of it does; never refused
+
 # Settings that older checkpoints do not name, with the value that they had then.
 ADDED = {"program.optimizer.kind": "adamw"}
 
@@ -153,6 +155,15 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[st
         for name in dict(saved) | dict(current)
         if saved.get(name) != current.get(name)
     }
+
+
+def identity_changes(
+    saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return the `differences` of what two checkpoints, or a checkpoint and a run, compute."""
+    changed = differences({**ADDED, **saved}, {**ADDED, **current})
+    changed.pop(STEPS, None)
+    return changed
 
 
 def _collect(path: KeyPath, table: Any, values: dict[str, Any]) -> None:

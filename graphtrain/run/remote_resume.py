@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from graphtrain.checkpoints.checkpoint import quarantine_path
-from graphtrain.checkpoints.info import CheckpointInfo, read_checkpoint_info
+from graphtrain.checkpoints.info import CheckpointInfo
 from graphtrain.checkpoints.listing import list_local
 from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.checkpoints.remote import RemoteCheckpoints
 from graphtrain.checkpoints.remote_manifest import DamagedRemoteCheckpoint
+from graphtrain.checkpoints.same_run import check_store
 from graphtrain.config.schema import CheckpointSettings
 from graphtrain.errors import CacheError, TrainingError
 
@@ -39,8 +39,9 @@ def fetch_newest(
         progress: Called now and then.
 
     Raises:
-        TrainingError: `fresh`, and the store has checkpoints; or the store cannot be read or has
-            only damaged ones, and there is no checkpoint here.
+        TrainingError: `fresh`, and the store has checkpoints; or they are of another run than
+            those here; or the store cannot be read or has only damaged ones, and there is no
+            checkpoint here.
     """
     if settings.remote is None:
         return
@@ -59,6 +60,8 @@ def fetch_newest(
             if _fetch(remote, step, directory, check, progress):
                 note(f"downloaded the checkpoint of step {step} from {remote.url}")
                 return
+        if newest and not fresh:
+            check_store(remote, directory, newest)
     except CacheError as error:
         if not newest:
             raise TrainingError(
@@ -83,9 +86,7 @@ def _fetch(
 ) -> bool:
     """Download one checkpoint; return False, with a warning, if it is damaged."""
     try:
-        with tempfile.TemporaryDirectory(prefix="graphtrain-download-") as temporary:
-            remote.download_description(step, Path(temporary) / str(step))
-            info = read_checkpoint_info(Path(temporary), step)
+        info = remote.info(step)
     except DamagedRemoteCheckpoint as error:
         warnings.warn(str(error), stacklevel=1)
         return False

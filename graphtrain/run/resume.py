@@ -14,7 +14,7 @@ from graphtrain.checkpoints.checkpoint import Checkpoints, RestoredState
 from graphtrain.checkpoints.info import CheckpointInfo, read_checkpoint_info
 from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files
 from graphtrain.checkpoints.steps import saved_steps
-from graphtrain.config.identity import ADDED, differences, mathematics, say
+from graphtrain.config.identity import STEPS, identity_changes, mathematics, say
 from graphtrain.config.schema import Config, Data, Run
 from graphtrain.data.indexed.dataset import dataset_paths
 from graphtrain.data.indexed.description import read_description
@@ -26,8 +26,6 @@ from graphtrain.run.learning_rate import learning_rate
 from graphtrain.run.trained_tokenizer import tokenizer_digests
 from lowering.trees import Tree
 from lowering.xla import distributed
-
-STEPS = "run.steps"  # recorded to say what a change of it does; never refused
 
 
 class UnknownChange(TrainingError):
@@ -145,7 +143,9 @@ class Resumption:
         info = self.info
         return info.changes + [
             {"step": self.start, "name": name, "from": saved, "to": value}
-            for name, (saved, value) in _changed(info.identity, self.identity(self.start)).items()
+            for name, (saved, value) in identity_changes(
+                info.identity, self.identity(self.start)
+            ).items()
         ]
 
     def _find_newest(self) -> None:
@@ -188,7 +188,7 @@ def check_identity(
     Raises:
         TrainingError: a setting or the data differs; names each with both values.
     """
-    changed = _changed(info.identity, identity)
+    changed = identity_changes(info.identity, identity)
     if unknown := [name for name in allowed if name not in info.identity | dict(identity)]:
         raise UnknownChange(
             f"--allow-change {unknown[0]}: no such setting in {path}; the names are those in "
@@ -204,12 +204,6 @@ def check_identity(
             "back, set run.directory to a new directory, or permit it with "
             + " ".join(f"--allow-change {name}" for name in refused)
         )
-
-
-def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    changed = differences({**ADDED, **saved}, {**ADDED, **current})
-    changed.pop(STEPS, None)
-    return changed
 
 
 def data_changed(changes: Sequence[Mapping[str, Any]], start: int) -> bool:

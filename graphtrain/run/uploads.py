@@ -162,7 +162,8 @@ class Uploads(Callback):
             self._complete = max(self._complete, step)
         if kind == "uploaded":
             size, seconds = format_size(facts["bytes"]), facts["seconds"]
-            self._note(f"uploaded {where} to {self._url}, {size} in {seconds:.1f} s")
+            instead = ", in place of an earlier one" if facts["replaces"] else ""
+            self._note(f"uploaded {where} to {self._url}{instead}, {size} in {seconds:.1f} s")
         elif kind == "superseded" and step != self._start_step:
             _warn(
                 f"{where} is not uploaded to {self._url}: uploads take longer than the steps "

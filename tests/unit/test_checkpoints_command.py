@@ -116,3 +116,17 @@ def test_gc_leaves_a_run_that_is_being_trained_alone(run):
 def test_a_missing_run_or_step_is_named(run, tmp_path):
     assert "no such run" in str(invoke("ls", tmp_path / "none")[1])
     assert "available steps: 10, 20, 30" in str(invoke("show", run, "--step", 15)[1])
+
+
+def test_a_directory_without_a_run_is_refused_and_a_run_without_checkpoints_is_not_intact(tmp_path):
+    cache, new = tmp_path / "cache", tmp_path / "new"
+    cache.mkdir()
+    (new / "checkpoints").mkdir(parents=True)
+    refused = [("ls", cache), ("verify", cache), ("gc", cache, "--keep", 1), ("verify", new)]
+    for words in refused:
+        out, error = invoke(*words)
+        assert str(error).startswith(f"no checkpoints in {words[1]}; name ") and not out
+        assert error.exit_status == 2
+    assert list(cache.iterdir()) == []
+    assert json.loads(invoke("ls", new, "--json")[0]) == []
+    assert invoke("gc", new, "--keep", 1)[0] == "removed 0 checkpoints and 0 unfinished ones\n"

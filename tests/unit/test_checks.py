@@ -399,6 +399,22 @@ def test_targets_that_do_not_exist_end_a_comparison(place, words):
     assert found[0].startswith("--targets foo:3: unknown target machine 'foo'; known machines: cpu")
 
 
+def test_checkpoints_in_the_directory_of_the_run_itself_are_refused(place):
+    (place / "run").mkdir()
+    (place / "link").symlink_to("run")
+    line = CONFIG.count("\n") + 2
+    for table in ('local = "run/new"', 'remote = "run"', 'remote = "x/../run"', 'remote = "link"'):
+        (place / "a.toml").write_text(f"{CONFIG}[run.checkpoints]\n{table}\n")
+        expected = f"a.toml:{line}: run.checkpoints.{table} is in run.directory = "
+        for command in (("config", "check"), ("run",)):
+            assert any(one.startswith(expected) for one in problems(command=command)), table
+    (place / "a.toml").write_text(f'{CONFIG}[run.checkpoints]\nlocal = "running"\n')
+    assert graphtrain("config", "check", "a.toml").status == 0
+    for url in ("s3://", "gs:///path"):
+        (found,) = problems("--set", f"run.checkpoints.remote={url}")
+        assert f'"{url}" names no bucket; write {url[:5]}BUCKET/PATH' in found
+
+
 def test_a_directory_is_tried_and_nothing_remains(tmp_path):
     assert directory_problem(tmp_path / "a" / "b") == ""
     assert list(tmp_path.iterdir()) == []

@@ -180,3 +180,12 @@ def test_without_records_it_says_who_writes_them(tmp_path):
         read_goodput(tmp_path)
     refused = graphtrain("goodput", tmp_path)
     assert refused.status == 2 and "no such file" in refused.err
+
+
+def test_records_without_a_start_are_refused(tmp_path):
+    steps = [line for line in killed_once().text().splitlines() if '"start"' not in line]
+    for content, damaged in (("", 0), ("{\n" * 3, 3), ("\n".join(steps), 0)):
+        (tmp_path / NAME).write_text(content)
+        refused = graphtrain("goodput", tmp_path)
+        assert refused.status == 2 and not refused.out
+        assert f"{NAME}: no start of a run is recorded in it ({damaged} damaged" in refused.err

@@ -64,6 +64,28 @@ def run_problems(config: Config) -> Iterator[Problem]:
             yield Problem("machine", message, (("run", name),))
 
 
+def place_problems(config: Config) -> Iterator[Problem]:
+    """Yield that checkpoints, or their copies, would be in the directory of the run itself."""
+    directory = config.run.directory
+    for name in ("local", "remote"):
+        place, setting = getattr(config.run.checkpoints, name), ("run", "checkpoints", name)
+        if place is not None and "://" not in place and _is_inside(place, directory):
+            message = (
+                f'run.checkpoints.{name} = "{place}" is in run.directory = "{directory}", with '
+                "which it would be lost; name a directory elsewhere"
+            )
+            yield Problem("machine", message, (setting,))
+
+
+def _is_inside(place: str, directory: str) -> bool:
+    """Return whether a path is that of a directory or of something in it, also through links."""
+    inner, outer = Path(place).expanduser(), Path(directory)
+    return any(
+        Path(resolve(inner)).is_relative_to(resolve(outer))
+        for resolve in (os.path.abspath, os.path.realpath)
+    )
+
+
 def output_problems(option: str, path: Path) -> Iterator[Problem]:
     """Yield that the file of an option cannot be written."""
     if reason := file_problem(path):

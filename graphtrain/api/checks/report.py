@@ -11,6 +11,7 @@ from graphtrain.api.checks.machine import (
     model_problems,
     output_problems,
     page_problems,
+    place_problems,
     precision_problems,
     run_problems,
 )
@@ -59,6 +60,7 @@ def problems(
         found += data_problems(config, train=purpose.train)
         found += samples_problems(config)
     if "missing_data" in kinds and not purpose.weights_only:  # the run trains, here or later
+        found += place_problems(config)
         found += tasks_problems(config)
     if "checkpoint" in kinds:
         found += checkpoint_problems(config, allowed_changes, weights_only=purpose.weights_only)

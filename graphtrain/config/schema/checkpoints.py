@@ -14,12 +14,17 @@ _SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")  # that can be written and
 
 def _store_url(url: str) -> str:
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
-    if scheme is None or scheme[1] in _SCHEMES:
+    if scheme is None:
         return url
-    reason = (
-        f'"{url}" cannot hold checkpoints; write s3://BUCKET/PATH, gs://..., az://... or the path '
-        "of a directory, and for another store with the interface of S3 also endpoint"
-    )
+    if scheme[1] not in _SCHEMES:
+        reason = (
+            f'"{url}" cannot hold checkpoints; write s3://BUCKET/PATH, gs://..., az://... or the '
+            "path of a directory, and for another store with the interface of S3 also endpoint"
+        )
+    elif not url[scheme.end() :].partition("/")[0]:
+        reason = f'"{url}" names no bucket; write {scheme[0]}BUCKET/PATH'
+    else:
+        return url
     raise PydanticCustomError(WRONG_PATH, "{reason}", {"reason": reason})
 
 

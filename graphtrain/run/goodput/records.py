@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.errors import TrainingError
+from graphtrain.files import counted
 from graphtrain.run.goodput.activities import BUCKET_OF_ACTIVITY
 from graphtrain.run.goodput.timeline import NAME
 from sharding_rules.documents import DocumentError, read_bytes
@@ -65,7 +66,7 @@ def read_processes(directory: Path) -> Records:
     """Return what the processes of a run recorded; damaged lines are counted and left out.
 
     Raises:
-        TrainingError: nothing was recorded, or it cannot be read.
+        TrainingError: no start was recorded, or it cannot be read.
     """
     path = directory / NAME
     if not path.is_file():
@@ -77,7 +78,14 @@ def read_processes(directory: Path) -> Records:
     except (OSError, DocumentError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise TrainingError(f"{path}: cannot be read: {reason}") from None
-    return parse(content)
+    records = parse(content)
+    if not any(one.started_at is not None for one in records.processes):
+        damaged = counted(records.damaged_lines, "damaged line")
+        raise TrainingError(
+            f"{path}: no start of a run is recorded in it ({damaged}); graphtrain run writes it "
+            "when the first step has been started"
+        )
+    return records
 
 
 def parse(content: bytes) -> Records:
