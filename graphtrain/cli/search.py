@@ -84,7 +84,7 @@ def command(
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
     from graphtrain.config import render
-    from graphtrain.config.resolve import without_phases
+    from graphtrain.config.phase_settings import without_phases
     from graphtrain.planning.ranking import as_json as in_json
     from graphtrain.planning.search import search
     from graphtrain.planning.verify import COMPILATIONS_PER_STRATEGY, compile_best

@@ -14,7 +14,7 @@ from typing import Any
 
 from graphtrain.config.hf_config import config_path
 from graphtrain.config.lines import KeyPath
-from graphtrain.config.phases import schedule, settings_of_step
+from graphtrain.config.phase_settings import schedule, settings_of_step
 from graphtrain.config.schema import Config, FlaxModel, Program, TorchModel, is_imported
 from graphtrain.config.user_code import UserCode
 from graphtrain.files import content_digest

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from graphtrain.config.phase_settings import without_phases
 from graphtrain.config.schema import (
     Adapter,
     Batch,
@@ -101,11 +102,6 @@ def resolve(
     settings = without_phases(program)
     stages = _stages(settings, mesh, rules)
     return ResolvedProgram(settings, target, mesh, rules, stages, program.phases)
-
-
-def without_phases(program: Program) -> Program:
-    """Return the settings of the last part of a run."""
-    return replace(program, phase=None) if program.phase is not None else program
 
 
 def _stages(program: Program, mesh: MeshShape, rules: Rules) -> Stages | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from graphtrain.cost_model.compute import PartFlops
     from lowering.hlo.collectives import Collective
+    from lowering.machine.target import Achieved
     from sharding_rules.plan import Plan
 
 Source = Literal["compiler", "estimate"]
@@ -52,6 +53,7 @@ class StepTime:
     communication: Mapping[str, float | None]  # by mesh axes, as "fsdp" or "data+fsdp"
     bubble: float | None  # idle time of a pipeline stage
     overlapped: float | None  # part of the communication that overlaps with compute
+    achieved: Achieved | None = None  # shares of the peak that compute assumes; None: the peak
 
     @property
     def total(self) -> float | None:

@@ -47,7 +47,8 @@ def step_time(
             Default: expected_excess(), by arithmetic.
     """
     mesh, target = program.mesh, program.target
-    achieved = achieved or target.achieved or AT_PEAK
+    known = achieved or target.achieved
+    achieved = known or AT_PEAK
     compute = _seconds_of_compute(program, achieved, flash)
     if compute is not None:
         counted = expected_excess(program, flash=flash) if excess is None else excess
@@ -67,6 +68,7 @@ def step_time(
         communication=communication,
         bubble=idle,
         overlapped=None if compute is None else min(hideable, compute),
+        achieved=known,
     )
 
 

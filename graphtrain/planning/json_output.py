@@ -80,6 +80,7 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
             "overlapped": time.overlapped,
             "bubble": time.bubble,
         },
+        "achieved": time.achieved and asdict(time.achieved),
         "flops_by_part": [_part_as_json(part, plan.mesh.devices) for part in assessment.flops],
         "mfu": assessment.mfu,
         "mfu_causal": assessment.mfu_causal,

@@ -311,12 +311,9 @@ def time_table(assessment: "Assessment") -> "Table":
 
 def _share_of_peak(assessment: "Assessment") -> str:
     """Say what part of the peak the time of compute assumes, and where it is from."""
-    from lowering.machine.target import Target
-
-    target = Target.parse(assessment.target)
-    if (achieved := target.achieved) is None:
+    if (achieved := assessment.time.achieved) is None:
         return "at peak FLOP/s, which no step reaches"
-    own = achieved.machine == target.machine
+    own = achieved.machine == assessment.target.partition(":")[0]
     return (
         f"at {achieved.products:.0%} of peak FLOP/s, attention {achieved.attention:.0%}: as "
         f"published steps{'' if own else f' on {achieved.machine}'}"

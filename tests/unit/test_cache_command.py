@@ -194,11 +194,11 @@ def explained(invoke, monkeypatch, tmp_path):
     def run(key, *arguments):
         program = SimpleNamespace(program=key)
         loader = SimpleNamespace(load_config=lambda path, overrides, target: program)
-        keys = SimpleNamespace(request_keys=lambda program: {"train": program})
+        tasks = SimpleNamespace(training_requests=lambda program: {"train": program})
         resolver = SimpleNamespace(resolve=lambda program: program)
         monkeypatch.setitem(sys.modules, "graphtrain.config", loader)
         monkeypatch.setitem(sys.modules, "graphtrain.config.resolve", resolver)
-        monkeypatch.setitem(sys.modules, "graphtrain.compile.request_keys", keys)
+        monkeypatch.setitem(sys.modules, "graphtrain.compile.tasks", tasks)
         (tmp_path / "config.toml").touch()
         return invoke("explain", tmp_path / "config.toml", *arguments)
 

@@ -28,6 +28,7 @@ _CALLS = re.compile(r"Target\.parse\b|Rules\.load\b|MeshShape\.resolve\b")
 _OTHERS = {
     "api/checks/machine.py": "the compiler of a program that may not resolve",
     "api/checks/program.py": "finds every problem of a program that does not resolve",
+    "api/evaluation.py": "hosts join each other before anything is resolved",
     "api/checks/samples.py": "the hosts of a target whose program may not resolve",
     "cli/compile.py": "names what an Ascend target lacks on this machine",
     "cli/plan_show.py": "refuses wrong names of --targets before any is assessed",

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from graphtrain.api.checks.problem import Problem
-from graphtrain.config.phases import settings_of_step
+from graphtrain.config.phase_settings import settings_of_step
 from graphtrain.config.schema import Config
 from graphtrain.errors import DataError, TrainingError
 

@@ -34,9 +34,7 @@ class Precision:
     and their defaults are those of torch.amp.GradScaler.
     """
 
-    matmul_dtype: Literal["fp8", "int8"] | None = (
-        None  # of the layers' products; unset: model.dtype
-    )
+    matmul_dtype: Literal["fp8", "int8"] | None = None  # of layers' products; unset: model.dtype
     # tensor: one scale for an operand. channel: one for each row and column. Unset: tensor for fp8,
     # channel for int8.
     recipe: Recipe | None = None  # fp8, int8: what shares a scale
