@@ -21,6 +21,7 @@ from graphtrain.checkpoints.info import read_checkpoint_info
 from graphtrain.checkpoints.layer_order import layer_order_of
 from graphtrain.checkpoints.layer_rows import StackedArray
 from graphtrain.checkpoints.reshard import reshard
+from graphtrain.checkpoints.steps import Retention
 from graphtrain.checkpoints.strategy import Strategy, read_json, save_strategy, strategy_of
 from graphtrain.cli.plan_show import show
 from graphtrain.config import load_config, render
