@@ -218,7 +218,6 @@ import os, signal, sys
 from pathlib import Path
 from graphtrain.checkpoints.layer_rows import StackedArray
 from graphtrain.checkpoints.reshard import reshard
-from graphtrain.checkpoints.steps import Retention
 
 def kill(done, count):
     if done == count // 2:
