@@ -3,12 +3,11 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
 import pytest
-from storage import FAULTS, Network, credentials, failing, s3_server
+from storage import FAULTS, credentials, failing, s3_server
 
 from graphtrain.cache import Cache
 from graphtrain.cache.exchange import pull, pull_from_shared_cache, push
@@ -22,28 +21,6 @@ pytest.importorskip("obstore")
 pytest.importorskip("securesystemslib")
 
 PARTS = 12_000_000  # bytes of a payload that goes in parts: obstore takes 5 MB each
-
-
-@pytest.fixture(scope="module")
-def buckets(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("buckets")
-    (path / "team").mkdir()
-    return path
-
-
-@pytest.fixture(scope="module")
-def endpoint(buckets) -> Iterator[str]:
-    with s3_server(buckets) as url:
-        yield url
-
-
-@pytest.fixture
-def network(endpoint, monkeypatch) -> Iterator[Network]:
-    """Where S3 is found; fails nothing until it is told to."""
-    with failing(endpoint, share=0.0) as network:
-        for name, value in credentials(network.url).items():
-            monkeypatch.setenv(name, value)
-        yield network
 
 
 @pytest.fixture

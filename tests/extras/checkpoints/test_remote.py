@@ -2,12 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from storage import Network, credentials, failing, s3_server
 
 from graphtrain.cache.remote import ObjectStore
 from graphtrain.checkpoints import remote_manifest
@@ -20,28 +18,6 @@ from graphtrain.checkpoints.steps import Retention, saved_steps
 from graphtrain.errors import CacheError, TrainingError
 
 pytest.importorskip("obstore")
-
-
-@pytest.fixture(scope="module")
-def buckets(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("buckets")
-    (path / "runs").mkdir()
-    return path
-
-
-@pytest.fixture(scope="module")
-def endpoint(buckets) -> Iterator[str]:
-    with s3_server(buckets) as url:
-        yield url
-
-
-@pytest.fixture
-def network(endpoint, monkeypatch) -> Iterator[Network]:
-    """Where S3 is found; fails nothing until it is told to."""
-    with failing(endpoint, share=0.0) as network:
-        for name, value in credentials(network.url).items():
-            monkeypatch.setenv(name, value)
-        yield network
 
 
 @pytest.fixture
