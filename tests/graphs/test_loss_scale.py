@@ -11,6 +11,7 @@ import torch
 from programs import CUBE, LLAMA, batch, loaded, placed_inputs, program, state_of
 
 from graphtrain.checkpoints.checkpoint import Checkpoints
+from graphtrain.checkpoints.steps import Retention
 from graphtrain.config.schema import Batch, Mesh, Model, PipelineSettings, Precision, Program
 from lowering.trees import Tree, flatten
 
@@ -169,7 +170,7 @@ def test_a_run_that_resumes_has_the_same_scale_losses_and_weights_bit_for_bit(tm
     made = list(batches(LONG, STEPS, OVERFLOWS))
     whole, metrics = trained(LONG, state_of(LONG), made)
     half, first = trained(LONG, state_of(LONG), made[:100])
-    checkpoints, step = Checkpoints(tmp_path, 1), loaded(LONG, "train")
+    checkpoints, step = Checkpoints(tmp_path, Retention(1)), loaded(LONG, "train")
     checkpoints.save(100, placed_inputs(step, "state", half), {})
     checkpoints.wait()
     restored = checkpoints.restore(100, step.inputs("state")).state

@@ -199,11 +199,11 @@ def test_a_search_ranks_strategies_of_a_model_of_transformers(folder):
     )
     found = search(of, keep=50)
     assert all(one.program.model.overrides == wide for one in found.ranked)
-    assert {one.mesh.axes["stage"] for one in found.ranked} > {2}
+    assert {one.mesh.axes["stage"] for one in found.ranked} >= {4, 8}
     assert {one.mesh.axes["tensor"] for one in found.ranked} <= {1, 2}
     assert {one.program.model.remat for one in found.ranked} <= {"none", "dots", "full"}
     assert found.rejected["tensor 4"] == "does not divide vocab = 4098"
-    best = next(one for one in found.ranked if one.mesh.axes["stage"] == 2)
+    best = next(one for one in found.ranked if one.mesh.axes["stage"] == 4)
     assert plan_program(best.program).mesh == best.mesh
 
     alternating = dataclasses.replace(of, model=imported(folder, "gemma2"))
