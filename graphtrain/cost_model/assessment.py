@@ -46,9 +46,7 @@ class StepTime:
     The traffic is read from the compiled program or estimated.
     """
 
-    compute: (
-        float | None
-    )  # products and attention, at the share of the peak that the target reaches
+    compute: float | None  # products and attention, at the share of the peak in achieved
     memory: float | None  # state, and activations between the products, at the bandwidth
     communication: Mapping[str, float | None]  # by mesh axes, as "fsdp" or "data+fsdp"
     bubble: float | None  # idle time of a pipeline stage
