@@ -172,14 +172,14 @@ cache_option = make_cache_option(Path)
 
 
 def process_options(command: Callable) -> Callable:
-    """Add the options that connect the processes of a run; under Slurm none is needed."""
+    """Add the options that connect the processes of a run; under a launcher none is needed."""
     for option in (
         click.option(
             "--rank",
             type=int,
             envvar="GRAPHTRAIN_RANK",
-            help="Rank of this process, from 0. [default: $GRAPHTRAIN_RANK, else from Slurm or the "
-            "TPU slice]",
+            help="Rank of this process, from 0. [default: $GRAPHTRAIN_RANK, else that of the "
+            "launcher: Slurm, TPU slice, torchrun, MPI, or the rank table of Ascend]",
         ),
         click.option(
             "--processes",
@@ -187,14 +187,14 @@ def process_options(command: Callable) -> Callable:
             type=click.IntRange(1),
             envvar="GRAPHTRAIN_PROCESSES",
             help="Number of processes of the run, one per host. [default: $GRAPHTRAIN_PROCESSES, "
-            "else from Slurm or the TPU slice, else 1]",
+            "else that of the launcher, else 1]",
         ),
         click.option(
             "--coordinator",
             metavar="HOST:PORT",
             envvar="GRAPHTRAIN_COORDINATOR",
-            help="Address of rank 0; requires --processes and --rank. "
-            "[default: $GRAPHTRAIN_COORDINATOR, else from Slurm or the TPU slice]",
+            help="Address of rank 0; requires --processes and --rank, unless a launcher says them. "
+            "[default: $GRAPHTRAIN_COORDINATOR, else that of the launcher]",
         ),
     ):
         command = option(command)

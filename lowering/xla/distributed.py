@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from lowering.errors import LoweringError, PeerLost
 from lowering.machine import rendezvous
+from lowering.machine.launchers import Membership, launched
 from lowering.machine.rendezvous import Meeting
 from lowering.machine.target import Target
 from lowering.xla import private
@@ -34,7 +34,6 @@ _ERROR_EXIT_TIMEOUT = 5  # seconds that rank 0 waits for the other ranks when al
 _SHUTDOWN_TIMEOUT = 120  # seconds that the first process to shut down waits for the last
 _WATCHDOG_START = 10  # seconds from the connection of all processes to the start of the watchdog
 _WATCHDOG_TIME = 60  # seconds that a watchdog has to end this process when a connection is lost
-_SLICE_PORT = 8476  # of the coordinator on the first host of a TPU slice
 _SINGLE_PROCESS = SimpleNamespace(
     process_id=0, num_processes=1, client=None, coordinator_address=None,
     preemption_sync_manager=None,
@@ -43,15 +42,6 @@ _PIECE = 1 << 20  # characters of one message of the service, whose gRPC takes 4
 _MAX_NAMES = 8  # processes that a message names
 _ranks_per_process = 1  # rank processes that each process of the run starts, as on Ascend
 _rounds = itertools.count()  # number of exchanges, equal on all processes; makes keys unique
-
-
-@dataclass(frozen=True)
-class Membership:
-    """Rank of this process and number of processes."""
-
-    rank: int
-    count: int
-    coordinator: str | None = None  # host:port of rank 0; None if JAX reads it from Slurm
 
 
 def membership(
@@ -63,8 +53,8 @@ def membership(
 ) -> Membership | None:
     """Return this process's membership in a distributed run; None for a single process.
 
-    Explicit arguments take precedence. Otherwise it is read from the environment of a Slurm step,
-    or of a TPU slice on Kubernetes.
+    Explicit arguments take precedence. What they leave out is read from the variables of the
+    launcher (`lowering.machine.launchers`).
 
     Args:
         environ: environment variables.
@@ -73,7 +63,7 @@ def membership(
         rank: rank of this process.
 
     Raises:
-        LoweringError: only some of the three arguments are given, or the rank is out of range.
+        LoweringError: a number is missing or out of range, or the launcher's variables contradict.
     """
     arguments = {"coordinator": coordinator, "processes": count, "rank": rank}
     if coordinator is not None and count is not None and rank is not None:
@@ -82,17 +72,14 @@ def membership(
                 f"rank {rank} is out of range: {count} processes have the ranks 0 to {count - 1}"
             )
         return Membership(rank, count, coordinator)
-    if any(value is not None for value in arguments.values()):
+    is_partial = any(value is not None for value in arguments.values())
+    if count is None and rank is None:
+        found = launched(environ, coordinator)
+        if found is not None or not is_partial:
+            return found
+    if is_partial:
         missing = ", ".join(name for name, value in arguments.items() if value is None)
         raise LoweringError(f"a distributed run also requires {missing}")
-    if "SLURM_STEP_NODELIST" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        return Membership(int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"]))
-    # GKE sets these variables in the pods of a slice; one host is a single process.
-    hosts = environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
-    if len(hosts) > 1 and "TPU_WORKER_ID" in environ:
-        return Membership(
-            int(environ["TPU_WORKER_ID"]), len(hosts), f"{hosts[0].strip()}:{_SLICE_PORT}"
-        )
     return None
 
 
