@@ -51,6 +51,7 @@ def request_keys(
     # The key contains what these settings refer to, not their names.
     del settings["target"], settings["rules"], settings["mesh"]
     del settings["phase"]  # each phase is a program of its own
+    _count_padding(settings["batch"])
     of_graphs = {name: settings.pop(name) for name in ("serve", DUMP)}
     settings["model"] = open_language_model(program.model).key_ingredients()
     settings |= _user_code(program, settings)
@@ -70,6 +71,11 @@ def request_keys(
         )
         for name in names or training_graphs(program)
     }
+
+
+def _count_padding(batch: dict[str, Any]) -> None:
+    """Let the size of a batch include its padding, which a program does not tell from the rest."""
+    batch["global_batch_size"] += batch.pop("padding_sequences")
 
 
 def _graph_settings(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

@@ -50,6 +50,7 @@ EXECUTION = frozenset(
         "program.model.front_end",
         "program.model.parity",
         "program.batch.microbatches",
+        "program.batch.padding_sequences",  # they have no weight
         "program.batch.gradient_reduction",
         "program.optimizer.offload_to_host",
         "program.optimizer.group_norms",
@@ -63,6 +64,7 @@ EXECUTION = frozenset(
         "run.init_adapter_from",
         "run.report_every",
         "run.checkpoints",
+        "run.fallback",
         "run.evaluate_every",
         "run.evaluate_batches",
         "run.early_stopping_patience",

@@ -64,7 +64,7 @@ def flops_by_part(
     """
     unneeded = _computed_experts(program)
     program = with_padding_layers(program)
-    tokens = program.batch.tokens
+    tokens = program.batch.rows * program.batch.seq_len
     forward = forward_flops_by_part(program.model, program.batch.seq_len)
     if flash and masked:
         forward["attention scores"] /= 2

@@ -43,7 +43,7 @@ class DeviceSizes:
         inside, chunk = split(batch.seq_len, "seq"), loss_chunk(program)
         layers = model.layers / mesh.size(rules.parameters.get("layers", ()))
         return cls(
-            sequences=split(batch.global_batch_size // batch.microbatches, "batch"),
+            sequences=split(batch.microbatch_rows, "batch"),
             seq_residual=split(batch.seq_len, "residual"),
             seq_in_block=inside,
             kv_positions=split(batch.seq_len, "kv_seq"),

@@ -363,7 +363,7 @@ def _shapes(specs: Tree) -> Tree:
 def _batch(program: ResolvedProgram, *, train: bool) -> Tree:
     """Return the ArraySpecs of a batch: one microbatch, with a leading axis of them in training."""
     batch = program.batch
-    shape: tuple[int, ...] = (batch.global_batch_size // batch.microbatches, batch.seq_len)
+    shape: tuple[int, ...] = (batch.microbatch_rows, batch.seq_len)
     axes: tuple[str, ...] = ("batch", "seq")
     if train:
         shape, axes = (batch.microbatches, *shape), ("microbatch", *axes)

@@ -80,9 +80,7 @@ def loss_chunk(program: ResolvedProgram) -> int | None:
     ):
         return None
     logits = Logits(
-        sequences=batch.global_batch_size
-        // batch.microbatches
-        // mesh.size(rules.activations.get("batch", ())),
+        sequences=batch.microbatch_rows // mesh.size(rules.activations.get("batch", ())),
         positions=positions,
         vocab=model.vocab,
         embed=model.embed,

@@ -30,7 +30,7 @@ def step_computes_all_experts(program: ResolvedProgram) -> str:
     devices = mesh.size(
         tuple({name for axis in ("batch", "seq") for name in _axes(program, axis)})
     )  # those of the experts gather their tokens
-    choices = batch.tokens // batch.microbatches * model.moe.experts_per_token // devices
+    choices = batch.microbatch_rows * batch.seq_len * model.moe.experts_per_token // devices
     gathered = choices * shards["experts"]
     return why_no_grouped_matmul(program.target, experts, model.embed, width, gathered)
 

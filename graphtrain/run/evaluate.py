@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +136,9 @@ def validation_batches(
     if data.validation is None:
         raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
     batch = program.batch
-    batches = evaluation_batches(
+    return evaluation_batches(
         data.validation,
-        batch_size=batch.global_batch_size // batch.microbatches,
+        batch_size=batch.microbatch_rows,
         seq_len=batch.seq_len,
         vocab=vocab,
         isolate_documents=not batch.cross_document_attention,
@@ -147,11 +146,11 @@ def validation_batches(
         overlong=data.overlong,
         pairs=program.loss.kind == "dpo",
         rows=rows,
+        # The step evaluates one microbatch; the limit must not depend on how many there are.
+        limit=None if limit is None else limit * batch.global_batch_size,
         index_share=share,
         sources=open_sources(data),
     )
-    # The step evaluates one microbatch; the limit must not depend on how many there are.
-    return islice(batches, None if limit is None else limit * batch.microbatches)
 
 
 def verify_data(run: Run, *, bigram: bool = False) -> None:

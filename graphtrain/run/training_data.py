@@ -27,6 +27,7 @@ def training_loader(run: Run, program: Program, rows: np.ndarray | None) -> Any:
     return Loader(
         run.data.train,
         global_batch_size=program.batch.global_batch_size,
+        padding_sequences=program.batch.padding_sequences,
         seq_len=program.batch.seq_len,
         seed=run.seed,
         vocab=program.model.vocab_tokens,

@@ -163,6 +163,22 @@ class Target:
         per_host = self._usual_per_host
         return -(-self.devices // per_host) if per_host else None
 
+    def with_hosts(self, hosts: int) -> "Target":
+        """Return the same machine with another number of hosts of as many devices each.
+
+        Raises:
+            LoweringError: the target does not determine its number of hosts.
+        """
+        per_host = self.devices_per_host
+        if self.processes is None or per_host is None:
+            raise LoweringError(
+                f"{self} does not determine its number of hosts; compile for each topology by "
+                "itself, with --target"
+            )
+        is_explicit = self.has_process_topology and len(self.topology) > 1
+        sizes = f"{hosts}x{per_host}" if is_explicit and hosts > 1 else f"{hosts * per_host}"
+        return Target.parse(f"{self.machine}:{sizes}")
+
     @property
     def devices_per_host(self) -> int | None:
         """Number of devices of a complete host; None if the launcher determines it."""

@@ -89,7 +89,7 @@ def _dimensions(program: ResolvedProgram) -> Iterator[_Dimension]:
 
 def _batch_dimensions(program: ResolvedProgram) -> Iterator[_Dimension]:
     batch, activations = program.batch, program.rules.activations
-    rows = batch.global_batch_size // batch.microbatches
+    rows = batch.microbatch_rows
     for axis, size in {"batch": rows, "seq": batch.seq_len, "residual": batch.seq_len}.items():
         yield _Dimension(axis, size, activations)
 

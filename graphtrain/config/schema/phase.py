@@ -4,9 +4,9 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from graphtrain.config.schema.types import STRICT, Count, Positive, PositiveFloat
+from graphtrain.config.schema.types import STRICT, Count, NotNegative, Positive, PositiveFloat
 
-_OF_BATCH = ("global_batch_size", "seq_len", "microbatches")
+_OF_BATCH = ("global_batch_size", "seq_len", "microbatches", "padding_sequences")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -17,6 +17,7 @@ class Phase:
     global_batch_size: Count | None = None  # sequences per step; unset: as in [program.batch]
     seq_len: Count | None = None  # tokens per sequence; unset: as in [program.batch]
     microbatches: Count | None = None  # unset: as in [program.batch]
+    padding_sequences: NotNegative | None = None  # unset: as in [program.batch]
     rope_theta: PositiveFloat | None = None  # unset: as in [program.model]
     rope_scaling: bool | None = None  # false: without [program.model.rope_scaling]; unset: with it
 

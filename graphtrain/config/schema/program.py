@@ -79,6 +79,8 @@ class Program:
             _check_imported(self)
         else:
             self._check_native()
+        if self.batch.padding_sequences and (reason := why_not_padded(self)):
+            raise ValueError(f"batch.padding_sequences cannot be used with {reason}; remove it")
         if self.mesh.stage != "rest" and self.mesh.stage > 1:
             check_pipeline(self, self.mesh.stage)
         self._check_phases()
@@ -174,6 +176,15 @@ def _check_quantized_products(program: Program) -> None:
         )
 
 
+def why_not_padded(program: Program) -> str:
+    """Return the setting with which empty sequences would change the loss; empty if none."""
+    if is_imported(program.model):
+        return "model.torch, model.hf or model.flax, whose losses may depend on every sequence"
+    if program.model.moe is not None:
+        return "model.moe, which balances its experts over every sequence"
+    return ""
+
+
 def check_preference(program: Program) -> None:
     """Refuse settings that DPO over preference pairs does not support.
 
@@ -181,7 +192,7 @@ def check_preference(program: Program) -> None:
         ValueError: names the setting and the change to make.
     """
     batch = program.batch
-    rows = batch.global_batch_size // batch.microbatches
+    rows = batch.microbatch_rows
     if rows % 2:
         raise ValueError(
             f'loss.kind = "dpo" needs pairs of rows, and batch.global_batch_size = '

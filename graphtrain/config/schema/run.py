@@ -129,6 +129,8 @@ class Run:
     evaluate_every: Positive | None = None  # steps between evaluations; unset: after the last step
     evaluate_batches: Positive | None = None  # global batches per evaluation; unset: all data
     early_stopping_patience: Positive | None = None  # evaluations without a lower loss, then stop
+    # Programs for them are compiled too, so that a restart on fewer hosts goes on at once.
+    fallback: tuple[Positive, ...] = ()  # smaller numbers of hosts that the run may have
     tensorboard: bool = True  # write TensorBoard event files too
     trackers: tuple[Tracker, ...] = ()  # services that get the metrics too; each needs its extra
 

@@ -17,6 +17,7 @@ from lowering.machine import startup
 
 _PREFETCH_THREADS = 4  # prefetch threads
 _PREFETCH_BATCHES = 4  # prefetched batches held in memory
+_PADDING = np.array([0, -1])  # dataset and sequence of an empty row
 _MAX_LISTED_DOCUMENTS = 20  # documents per dataset that a message lists
 
 
@@ -51,6 +52,7 @@ class Loader:
     Args:
         data: Path prefix of a dataset, or the parts of a blend.
         global_batch_size: Global batch size, in sequences.
+        padding_sequences: Number of empty rows after those of the global batch, to fill the mesh.
         seq_len: Sequence length in tokens.
         seed: Seed of the shuffles.
         vocab: Vocabulary size of the model. None: token ids are not checked against it.
@@ -74,6 +76,7 @@ class Loader:
         data: str | Path | Sequence[WeightedDataset],
         *,
         global_batch_size: int,
+        padding_sequences: int = 0,
         seq_len: int,
         seed: int,
         vocab: int | None = None,
@@ -119,7 +122,8 @@ class Loader:
             # The state detects changed sizes or shares; the paths of the datasets may change.
             self._stream_identity["blend"] = [blend.counts.tolist(), counts]
             self._samples = _blended_stream(blend, counts, seed)
-        selection = _RowSelection(rows, global_batch_size, self._packings[0].rows_per_index)
+        count = global_batch_size + padding_sequences
+        selection = _RowSelection(rows, count, self._packings[0].rows_per_index)
         self._batches = (
             _grain()
             .MapDataset.range(1)
@@ -228,9 +232,17 @@ class Loader:
         return self._origin + step * self._samples_per_batch
 
     def _samples_of(self, step: int, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return (dataset, sequence) index pairs of some samples of the batch of a step."""
-        first = self._first_sample(step)
-        return np.stack([self._samples[first + int(number)] for number in numbers])
+        """Return (dataset, sequence) index pairs of some samples of the batch of a step.
+
+        Padding after the last sample is of sequence -1 of the first dataset.
+        """
+        first, count = self._first_sample(step), self._samples_per_batch
+        return np.stack(
+            [
+                self._samples[first + int(number)] if number < count else _PADDING
+                for number in numbers
+            ]
+        )
 
     def _batch(self, step: int, selection: _RowSelection) -> Batch:
         """Return the selected rows of the batch of a step; no other sample is read."""
@@ -261,6 +273,7 @@ def evaluation_batches(
     overlong: Overlong = "error",
     pairs: bool | None = None,
     rows: np.ndarray | None = None,
+    limit: int | None = None,
     index_share: IndexShare = WHOLE_INDEX,
     sources: Sources = NO_SOURCES,
 ) -> Iterator[Batch]:
@@ -271,7 +284,7 @@ def evaluation_batches(
     sequence and the last batch are padded with weight 0. With `isolate_documents`, the
     first token of each document is not a target.
 
-    The arguments are those of `Loader`.
+    The arguments are those of `Loader`, and `limit`, the maximum number of sequences.
 
     Raises:
         DataError: the dataset cannot be used, or a token id is outside the vocabulary.
@@ -290,10 +303,12 @@ def evaluation_batches(
     samples_per_batch = _samples_per_batch([packed], batch_size)
     selection = _RowSelection(rows, batch_size, packed.rows_per_index)
 
+    count = len(packed) if limit is None else min(len(packed), limit // packed.rows_per_index)
+
     def batches() -> Iterator[Batch]:
-        for first in range(0, len(packed), samples_per_batch):
+        for first in range(0, count, samples_per_batch):
             samples = first + selection.samples
-            yield selection.of(packed.batch(np.where(samples < len(packed), samples, -1)))
+            yield selection.of(packed.batch(np.where(samples < count, samples, -1)))
 
     return batches()
 

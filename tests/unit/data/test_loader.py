@@ -240,3 +240,23 @@ def test_modules_other_than_a_loader_do_not_import_grain():
         "assert not {'grain', 'jax', 'sentencepiece'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_padding_comes_after_the_sequences_of_a_step_and_has_no_weight(prefix):
+    want = take(Loader(prefix, **SHAPE), 3)
+    got = take(Loader(prefix, **SHAPE, padding_sequences=4), 3)
+    assert_equal({name: array[:, :8] for name, array in got.items()}, want)
+    assert got["weights"].shape == (3, 12, 6) and not got["weights"][:, 8:].any()
+    rows = np.array([0, 7, 8, 11])
+    some = take(Loader(prefix, **SHAPE, padding_sequences=4, rows=rows), 3)
+    assert_equal(some, {name: array[:, rows] for name, array in got.items()})
+
+
+def test_an_evaluation_ends_after_its_limit_whatever_the_batch(prefix):
+    def targets(batch_size: int) -> np.ndarray:
+        batches = evaluation_batches(prefix, batch_size=batch_size, seq_len=6, limit=8)
+        rows = np.concatenate([batch["targets"][batch["weights"].any(1)] for batch in batches])
+        return rows
+
+    assert len(targets(4)) == 8
+    np.testing.assert_array_equal(targets(3), targets(4))
