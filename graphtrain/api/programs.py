@@ -163,6 +163,7 @@ def compile_report(
     log: Callable[[str], None] = log,
 ) -> CompilationReport:
     """Compile as compile() does; graphs that failed are in the report."""
+    from graphtrain.api.checks.fallback import fallback_programs
     from graphtrain.compile.driver import compile_tasks
     from graphtrain.compile.shared_cache import pull_requests
     from graphtrain.compile.tasks import Limits, run_tasks, tasks_of
@@ -173,7 +174,8 @@ def compile_report(
     runs = {name: config.run for name, config in named.items()}
     store = open_cache(cache)
     is_run = purpose == "train"
-    tasks = run_tasks(programs, runs) if is_run else tasks_of(programs, purpose)
+    smaller = {name: fallback_programs(config) for name, config in named.items()} if is_run else {}
+    tasks = run_tasks(programs, runs, smaller) if is_run else tasks_of(programs, purpose)
     pull_requests(store, [task.request for task in tasks], log)
     limits = Limits(jobs, memory, timeout, retries)
     return compile_tasks(tasks, store, limits, retry_failed=retry_failed, observe=observe)
@@ -182,6 +184,7 @@ def compile_report(
 def compile_missing(
     config: Config,
     *,
+    program: ResolvedProgram | None = None,
     name: str = "configuration",
     cache: str | os.PathLike[str] | None = None,
     purpose: Literal["train", "dump"] = "train",
@@ -189,6 +192,8 @@ def compile_missing(
     log: Callable[[str], None] = log,
 ) -> None:
     """Compile the graphs of a run, or of a dump, that neither cache nor remote cache has.
+
+    The program is that of the configuration, or one of its run.fallback.
 
     Raises:
         CompilationFailed: a graph failed, or its compiler is not installed.
@@ -198,7 +203,7 @@ def compile_missing(
     from graphtrain.compile.tasks import run_tasks, tasks_of
     from graphtrain.config.resolve import resolve
 
-    store, programs = open_cache(cache), {name: resolve(config.program)}
+    store, programs = open_cache(cache), {name: program or resolve(config.program)}
     is_run = purpose == "train"
     tasks = run_tasks(programs, {name: config.run}) if is_run else tasks_of(programs, purpose)
     pull_requests(store, [task.request for task in tasks], log)

@@ -77,12 +77,12 @@ def train(
         CallbackError: a callback raised an exception.
         UserError: something else that the user can change; its text says what.
     """
+    from graphtrain.api.checks.fallback import check_hosts, on_hosts
     from graphtrain.compile.shared_cache import pull_requests
     from graphtrain.compile.tasks import run_tasks
-    from graphtrain.config.resolve import resolve
     from graphtrain.run.goodput import activities
     from graphtrain.run.goodput.timeline import Timeline
-    from graphtrain.run.processes import expected_rank, join_run
+    from graphtrain.run.processes import expected_count, expected_rank, join_run
 
     timeline = Timeline(started_at)
     checked = checked_config(
@@ -93,19 +93,23 @@ def train(
         allow_change=allow_change,
         rank=expected_rank(coordinator, processes, rank),
     )
-    settings = checked.config
-    program, store = resolve(settings.program), open_cache(cache)
+    settings, store = checked.config, open_cache(cache)
+    hosts = expected_count(coordinator, processes, rank)
+    program = on_hosts(settings, hosts)
 
     def prepare() -> None:
         timeline.move(activities.COMPILE)
         if compile:
             name = name_of(checked.source)
-            compile_missing(settings, name=name, cache=cache, observe=observe, log=log)
+            compile_missing(
+                settings, program=program, name=name, cache=cache, observe=observe, log=log
+            )
             return
         tasks = run_tasks({"run": program}, {"run": settings.run})
         pull_requests(store, [task.request for task in tasks], log)
 
     timeline.move(activities.JOIN)
+    check_hosts(settings, hosts)
     join_run(program.target, settings.run.watchdog, coordinator, processes, rank, prepare)
     timeline.move(activities.PREPARE)
     from graphtrain.run.train import train as train_program
@@ -114,6 +118,7 @@ def train(
         program,
         settings.run,
         store,
+        configured=settings.program,
         compile_hint=compile_hint,
         callbacks=callbacks,
         allowed_changes=allow_change,

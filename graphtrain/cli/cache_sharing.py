@@ -98,11 +98,14 @@ def _requests(
     """Return the request digests that configurations need; None means every program."""
     if not configs:
         return None
+    from graphtrain.api.checks.fallback import fallback_programs
     from graphtrain.compile.tasks import training_requests
     from graphtrain.config import load_config
     from graphtrain.config.resolve import resolve
 
-    programs = [resolve(load_config(path, overrides, target).program) for path in configs]
+    loaded = [load_config(path, overrides, target) for path in configs]
+    programs = [resolve(config.program) for config in loaded]
+    programs += [one for config in loaded for one in fallback_programs(config).values()]
     return [key.digest for program in programs for key in training_requests(program).values()]
 
 

@@ -27,6 +27,7 @@ from graphtrain.cli.options import (
 from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
+    from graphtrain.api.checks.checked import CheckedConfig
     from graphtrain.compile.tasks import CompilationReport, Observer, TaskOutcome
     from graphtrain.config import Program
     from graphtrain.graphs.names import Purpose
@@ -91,6 +92,12 @@ def compile_limit_options(command: Callable) -> Callable:
     help="What the graphs are for: train and evaluate, dump the arrays of program.dump, generate "
     "one sequence, generate a batch (--prompts), evaluate --tasks, or serve.",
 )
+@click.option(
+    "--fallback",
+    metavar="N,M,...",
+    help="Also compile for these smaller numbers of hosts, not devices, on which a run can be "
+    "restarted. Overrides run.fallback, which the run needs too.",
+)
 @json_option
 def command(
     configs: Sequence[Path],
@@ -104,6 +111,7 @@ def command(
     retry_failed: bool,
     report: Path | None,
     purpose: "Purpose",
+    fallback: str | None,
     as_json: bool,
 ) -> None:
     """Compile every graph of the runs in CONFIGS into the cache. No accelerator is needed.
@@ -113,6 +121,8 @@ def command(
     graphtrain neuron finish compiles on a machine that has it.
     """
     outputs = {"--report": report}
+    if fallback is not None:
+        overrides = [*overrides, _fallback_setting(fallback)]
     checks = compile_purpose(purpose)
     checked = [check(path, overrides, target, checks, outputs=outputs) for path in configs]
     from graphtrain.api.programs import compile_report
@@ -135,6 +145,8 @@ def command(
         click.echo(json.dumps(result.as_json()))
     else:
         print_report(result)
+        for path, one in zip(configs, checked, strict=True):
+            print_fallbacks(one, f"{path}: " if len(configs) > 1 else "")
         programs = {path: one.config.program for path, one in zip(configs, checked, strict=True)}
         for path, program in programs.items():
             _print_parameters(f"{path}: " if len(programs) > 1 else "", program, cache)
@@ -147,6 +159,26 @@ def command(
         write_report(report, result.as_json(), indent=2)
     if result.count("failed"):
         sys.exit(2)
+
+
+def _fallback_setting(words: str) -> str:
+    """Return run.fallback for --set."""
+    counts = words.split(",")
+    if not all(word.strip().isascii() and word.strip().isdigit() for word in counts):
+        raise click.BadParameter(
+            f"{words!r}: write numbers of hosts, as in 7,6", param_hint="--fallback"
+        )
+    return f"run.fallback=[{', '.join(str(int(word)) for word in counts)}]"
+
+
+def print_fallbacks(checked: "CheckedConfig", label: str = "") -> None:
+    """Print the mesh and the microbatches of a run on each of run.fallback, one line each."""
+    if not checked.config.run.fallback:
+        return
+    from graphtrain.api.checks.fallback import fallbacks
+
+    for one in fallbacks(checked.config):
+        click.echo(f"{label}{one}")
 
 
 def _print_parameters(label: str, program: "Program", cache: Path) -> None:

@@ -146,7 +146,7 @@ def show(
         _print_arrays(program, pattern)
         return
     from graphtrain.api.programs import plan
-    from graphtrain.cli.compile import progress
+    from graphtrain.cli.compile import print_fallbacks, progress
 
     search_results = _read_search_results(results) if results is not None else []
     with progress() as observe:
@@ -168,6 +168,7 @@ def show(
     else:
         plan_answer.print(console())
         _print_imported(program, cache)
+        print_fallbacks(checked)
     if not plan_answer.fits:
         sys.exit(DOES_NOT_FIT)
 

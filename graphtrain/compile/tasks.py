@@ -104,19 +104,27 @@ class CompilationFailed(GraphtrainError):
         self.report = report
 
 
-def run_tasks(programs: Mapping[str, ResolvedProgram], runs: Mapping[str, Run]) -> list[Task]:
+def run_tasks(
+    programs: Mapping[str, ResolvedProgram],
+    runs: Mapping[str, Run],
+    smaller: Mapping[str, Mapping[str, ResolvedProgram]] | None = None,
+) -> list[Task]:
     """Return the tasks of the graphs that runs need: of all phases, run.samples and run.tasks.
 
     Args:
         programs: Programs by name.
         runs: Settings of the runs, by the same names.
+        smaller: For each name, the programs of run.fallback, by labels.
     """
     tasks = []
     for name, program in programs.items():
         parts = [] if len(programs) == 1 else [name]
-        tasks += _of_phases(name, program, parts)
-        if (purpose := purpose_while_training(runs[name])) is not None:
-            tasks += _tasks(name, program, purpose, parts)
+        meshes = {"": program, **(smaller or {}).get(name, {})}
+        for label, on_mesh in meshes.items():
+            labels = [*parts, label] if label else parts
+            tasks += _of_phases(name, on_mesh, labels)
+            if (purpose := purpose_while_training(runs[name])) is not None:
+                tasks += _tasks(name, on_mesh, purpose, labels)
     return tasks
 
 

@@ -46,6 +46,18 @@ def training_phases(program: ResolvedProgram) -> tuple[TrainingPhase, ...]:
     )
 
 
+def describe_placement(program: ResolvedProgram) -> str:
+    """Return the machine, the mesh and the microbatches of every phase, in one line."""
+    axes = program.mesh.axes.items()
+    mesh = " x ".join(f"{name} {size}" for name, size in axes if size > 1)
+    batches = []
+    for part in training_phases(program):
+        batch, label = part.program.batch, f"{part.label}: " if part.label else ""
+        padding = f", {batch.padding_sequences} of them padding" * bool(batch.padding_sequences)
+        batches.append(f"{label}{batch.microbatches} x {batch.microbatch_rows} sequences{padding}")
+    return f"{program.target}, mesh {mesh or 'of 1 device'}, {'; '.join(batches)}"
+
+
 def program_of_step(program: ResolvedProgram, step: int) -> ResolvedProgram:
     """Return the program of the phase of a step, numbered from 1; at step 0, of the first."""
     return next(phase.program for phase in training_phases(program) if phase.holds(step))

@@ -31,6 +31,7 @@ class Job:
     arguments: tuple[str, ...]  # CONFIG and its options, the same for compile and run
     cache: Path  # directory of compiled programs
     hosts: int
+    fallback: tuple[int, ...]  # smaller numbers of hosts that the run may have, descending
     gpus_per_host: int  # GPUs per host; 0 for CPUs and TPUs
     cores_per_host: int  # CPU cores that the run needs on each host
     memory_per_host: int  # bytes of host memory that the run needs on each host
@@ -64,6 +65,7 @@ def make_job(config: Config, arguments: Sequence[str], cache: Path, workers: int
         arguments=tuple(arguments),
         cache=cache,
         hosts=target.processes,
+        fallback=tuple(sorted(config.run.fallback, reverse=True)),
         gpus_per_host=target.devices // target.processes if target.is_gpu else 0,
         cores_per_host=_CORES_PER_DEVICE * devices if uses_accelerators else devices,
         memory_per_host=_HOST_MEMORY

@@ -65,7 +65,7 @@ def make_scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) ->
         "job-name": job.name,
         "output": str(job.job_directory / "run-%j.log"),
         "open-mode": "append",
-        "nodes": str(job.hosts),
+        "nodes": "-".join(map(str, [*job.fallback[-1:], job.hosts])),
         "ntasks-per-node": "1",
         "signal": f"TERM@{warning}",
         "cpus-per-task": str(job.cores_per_host),
@@ -80,7 +80,7 @@ def make_scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) ->
     # If srun ended the other ranks at once, by SIGTERM, they would neither name the lost rank nor
     # end with the status of an error: srun reports the highest status, and 143 requeues the job.
     ending = ("--kill-on-bad-exit=0", f"--wait={_WAIT_FOR_RANKS}")
-    run_command = shlex.join(["srun", *ending, cores, *job.command(sys.executable, "run")])
+    run_command = shlex.join([*ending, cores, *job.command(sys.executable, "run")])
     return Scripts(
         compile=_script(compile_options | dict(options), [cd_command, f"exec {compile_command}"]),
         run=_script(
@@ -89,7 +89,7 @@ def make_scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) ->
             run_options | {"requeue": ""} | dict(options),
             [
                 cd_command,
-                run_command,
+                *_start(job, run_command),
                 "status=$?",
                 'requeue() { scontrol requeue "$SLURM_JOB_ID"; }',
                 f"case $status in {_STATUS_SIGTERM}) requeue;; "
@@ -99,6 +99,17 @@ def make_scripts(job: Job, options: Mapping[str, str], *, warning: int = 300) ->
             ],
         ),
     )
+
+
+def _start(job: Job, run_command: str) -> list[str]:
+    """Return the lines that start a run, on as many of its possible hosts as there are."""
+    if not job.fallback:
+        return [f"srun {run_command}"]
+    counts = " ".join(map(str, (job.hosts, *job.fallback)))
+    return [
+        f'for hosts in {counts}; do [ "$SLURM_JOB_NUM_NODES" -lt "$hosts" ] || break; done',
+        f'srun --nodes="$hosts" --ntasks="$hosts" {run_command}',
+    ]
 
 
 def _script(options: Mapping[str, str], commands: list[str]) -> str:

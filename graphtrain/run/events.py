@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.compile.html import html_facts
+from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config
 from graphtrain.planning.parameters import ParameterCount
 
@@ -22,6 +23,7 @@ class RunStart:
     directory: Path
     step: int  # of the checkpoint from which the run resumes; 0 for a new run
     parameters: ParameterCount
+    program: ResolvedProgram | None = None  # that trains, if it is one of run.fallback
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,18 @@ def expected_rank(
     return 0 if member is None else member.rank
 
 
+def expected_count(
+    coordinator: str | None = None, count: int | None = None, rank: int | None = None
+) -> int:
+    """Return the number of processes that the run will have, one for each host.
+
+    Raises:
+        LoweringError: only some of the arguments of `join_run` are given, or they contradict.
+    """
+    member = distributed.membership(coordinator=coordinator, count=count, rank=rank)
+    return 1 if member is None else member.count
+
+
 def is_rank_zero() -> bool:
     """Return whether this process is rank 0, which reports for all processes of a run."""
     return distributed.rank() == 0

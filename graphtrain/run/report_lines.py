@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from graphtrain.config.phases import describe_placement
 from graphtrain.data.indexed.description import read_description
 
 if TYPE_CHECKING:
@@ -24,9 +25,17 @@ def opening_lines(start: RunStart) -> list[str]:
         f"model: {start.parameters}",
         f"batch: {'; '.join(_describe_batches(program))}",
         f"data: {_describe_data(start.config)}",
-        f"machine: {program.target}",
+        f"machine: {_describe_machine(start)}",
         f"directory: {start.directory}, {origin}, {remaining}",
     ]
+
+
+def _describe_machine(start: RunStart) -> str:
+    """Name the machine; on fewer hosts than it has, also what this changes."""
+    target = start.config.program.target
+    if start.program is None:
+        return target
+    return f"{describe_placement(start.program)}, in place of {target} (run.fallback)"
 
 
 def _describe_batches(program: Program) -> list[str]:

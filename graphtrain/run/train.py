@@ -22,7 +22,7 @@ from graphtrain.config import render
 from graphtrain.config.phases import TrainingPhase
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.run_record import write_run_config
-from graphtrain.config.schema import Config, Run
+from graphtrain.config.schema import Config, Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown
 from graphtrain.graphs.names import EVALUATE_AVERAGED, purpose_while_training
 from graphtrain.models.lora.trainable import has_frozen_weights
@@ -83,6 +83,7 @@ def train(
     cache: Cache,
     *,
     compile_hint: str,
+    configured: Program | None = None,
     callbacks: Sequence[Callback] = (),
     allowed_changes: Sequence[str] = (),
     fresh: bool = False,
@@ -95,6 +96,7 @@ def train(
         run: settings of the run.
         cache: cache with the compiled programs.
         compile_hint: command that compiles missing programs, for error messages.
+        configured: settings of the run on all its hosts; None for those of `program`.
         callbacks: called on rank 0 with what happens.
         allowed_changes: settings whose values may differ from those of the checkpoint.
         fresh: start at step 0; what the directory contains is moved to its folder earlier/.
@@ -127,7 +129,7 @@ def train(
         on_all_ranks(
             lambda: stack.enter_context(locked_run_directory(directory)) if is_rank_zero else None
         )
-        config = Config(program=program.run_settings, run=run)
+        config = Config(program=configured or program.run_settings, run=run)
         identity = partial(identity_of, config)
         on_all_ranks(identity)  # which reads descriptions of datasets
         timeline.move(activities.RESTORE)
@@ -206,6 +208,7 @@ def train(
             partial(
                 _open_journal,
                 config,
+                program,
                 new_run_weights,
                 resumption,
                 count_compiled_parameters(program, step.record),
@@ -418,6 +421,7 @@ def _copy_hf_files(config: Config, initial_weights: InitialWeights | None) -> No
 
 def _open_journal(
     config: Config,
+    program: ResolvedProgram,
     initial_weights: InitialWeights | None,
     resumption: Resumption,
     parameters: ParameterCount,
@@ -452,7 +456,8 @@ def _open_journal(
     stack.callback(journal.close)
     if samples is not None:
         samples.open(after=start, write_text=journal.write_text)
-    notify_callbacks("on_run_start", RunStart(config, directory, start, parameters))
+    on_fewer = program if str(program.target) != config.program.target else None
+    notify_callbacks("on_run_start", RunStart(config, directory, start, parameters, on_fewer))
 
     def write(record: Record) -> None:
         if "loss" in record:

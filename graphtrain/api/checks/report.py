@@ -6,6 +6,7 @@ from pathlib import Path
 from graphtrain.api.checks.checkpoint import checkpoint_problems
 from graphtrain.api.checks.code import code_problems
 from graphtrain.api.checks.data import data_problems
+from graphtrain.api.checks.fallback import fallback_problems
 from graphtrain.api.checks.machine import (
     compiler_problems,
     model_problems,
@@ -47,6 +48,8 @@ def problems(
     found += [problem for option, path in (outputs or {}).items() if path is not None
               for problem in _output(option, path)]  # fmt: skip
     trains = purpose.trains_batches and not purpose.weights_only
+    if trains and not found:  # fewer hosts would have the same problems
+        found += fallback_problems(config)
     found += code_problems(config.program, trains=trains)
     if "machine" in kinds:
         found += model_problems(config.program)
