@@ -28,6 +28,7 @@ class CheckpointInfo:
     changes: list[dict[str, Any]] = field(default_factory=list)  # permitted by --allow-change
     journal: dict[str, Any] | None = None  # size and digest of metrics.jsonl up to this step
     validation_loss: float | None = None  # of this step, if it was evaluated
+    spikes: dict[str, Any] | None = None  # losses from which the limits of the next steps follow
 
 
 # A change of a setting that --allow-change permitted.
@@ -41,6 +42,13 @@ class _Journal(TypedDict):
     sha256: str
 
 
+class _Spikes(TypedDict):
+    """Return value of `graphtrain.run.spikes.SpikeWindow.state`."""
+
+    losses: list[tuple[int, float]]
+    consecutive: int
+
+
 class _Metadata(TypedDict):
     """The item "about" of a checkpoint."""
 
@@ -51,6 +59,7 @@ class _Metadata(TypedDict):
     changes: NotRequired[list[_Change]]
     journal: NotRequired[_Journal | None]
     validation_loss: NotRequired[float | None]
+    spikes: NotRequired[_Spikes | None]
 
 
 def read_checkpoint_info(directory: Path, step: int) -> CheckpointInfo:
@@ -79,6 +88,7 @@ def read_checkpoint_info(directory: Path, step: int) -> CheckpointInfo:
             metadata.get("changes", []),
             metadata.get("journal"),
             metadata.get("validation_loss"),
+            metadata.get("spikes"),
         )
 
 

@@ -54,6 +54,7 @@ EXECUTION = frozenset(
         "program.batch.gradient_reduction",
         "program.optimizer.offload_to_host",
         "program.optimizer.group_norms",
+        "program.optimizer.skip_spikes",  # may be set when a run has met its first spike
         "program.loss.chunk",
         "program.serve",
         "program.dump",
@@ -71,6 +72,7 @@ EXECUTION = frozenset(
         "run.tensorboard",
         "run.trackers",
         "run.samples",
+        "run.spikes",
         "run.tasks",
         "run.watchdog",
     }

@@ -6,6 +6,7 @@ own, "frozen". Values that change often but not the code, such as the learning r
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,7 @@ from graphtrain.graphs.optimizer import make_optimizer, moment_specs, pack, unpa
 from graphtrain.graphs.pipelined import pipelined_gradients, pipelined_loss
 from graphtrain.graphs.schedule_free import gradient_point
 from graphtrain.graphs.serving import serving_graph
+from graphtrain.graphs.spikes import limit_specs, spike_metrics, unless_spike
 from graphtrain.models.attention.ring_order import to_ring_order
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.compute_dtype import check_compute_dtype
@@ -143,7 +145,13 @@ def _train(program: ResolvedProgram, dump: ArrayDump | None = None) -> Graph:
     norms = group_norm_names(program.optimizer, specs)
     names = *metric_names(program), *norms, "grad_norm", "targets"
 
-    def train(state: Tree, frozen: Tree | None, batch: Tree, learning_rate: jax.Array) -> Tree:
+    def step(
+        state: Tree,
+        frozen: Tree | None,
+        batch: Tree,
+        learning_rate: jax.Array,
+        limits: Tree | None = None,
+    ) -> Tree:
         point, arrays = _at_gradient_point(program, state, state_specs), {}
         if dump is None:
             gradients, metrics = accumulate_gradients(program, point, batch, frozen)
@@ -171,28 +179,48 @@ def _train(program: ResolvedProgram, dump: ArrayDump | None = None) -> Graph:
         }
         before = {**state, "parameters": parameters, "optimizer": moments}
         outputs = unless_overflow(program, before, {"state": new_state, "metrics": metrics})
-        return {**outputs, **arrays}
+        return {**unless_spike(before, outputs, limits), **arrays}
 
-    # Input names of a compiled program are the function's parameters, so that "frozen" must not be
-    # one of them if all weights are trained.
-    def train_all(state: Tree, batch: Tree, learning_rate: jax.Array) -> Tree:
-        return train(state, None, batch, learning_rate)
-
+    limits = limit_specs(program)
     return Graph(
         "train",
-        train if frozen_specs else train_all,
+        _with_inputs(step, has_frozen=bool(frozen_specs), has_limits=bool(limits)),
         {
             "state": state_specs,
             **frozen_specs,
             "batch": _batch(program, train=True),
             "learning_rate": _SCALAR,
+            **limits,
         },
         {
             "state": state_specs,
-            "metrics": dict.fromkeys((*names, *scale_metrics(program)), _SCALAR),
+            "metrics": dict.fromkeys(
+                (*names, *scale_metrics(program), *spike_metrics(program)), _SCALAR
+            ),
         },
         donated=("state",),
     )
+
+
+def _with_inputs(step: Callable[..., Tree], *, has_frozen: bool, has_limits: bool) -> Any:
+    """Return a training step with exactly the inputs of its program.
+
+    Input names of a compiled program are the function's parameters, so that "frozen" must not be
+    one of them if all weights are trained.
+    """
+
+    def train(state: Tree, frozen: Tree, batch: Tree, learning_rate: jax.Array) -> Tree:
+        return step(state, frozen, batch, learning_rate)
+
+    def train_all(state: Tree, batch: Tree, learning_rate: jax.Array) -> Tree:
+        return step(state, None, batch, learning_rate)
+
+    def train_all_within(state: Tree, batch: Tree, learning_rate: jax.Array, limits: Tree) -> Tree:
+        return step(state, None, batch, learning_rate, limits)
+
+    if has_limits:
+        return step if has_frozen else train_all_within
+    return train if has_frozen else train_all
 
 
 def _at_gradient_point(program: ResolvedProgram, state: Tree, specs: Tree) -> Tree:

@@ -13,6 +13,7 @@ _MOST_TOKENS = 1024  # of all slots in one call; with more, no matrix product is
 TRAINING_GRAPHS = ("init", "train", "evaluate")
 EVALUATE_AVERAGED = "evaluate_averaged"  # with program.optimizer.ema_decay
 DUMP = "dump"  # name of the training step that also returns arrays, and of its purpose
+SPIKE = "spike"  # metric: 1 if the program left the step undone
 KINDS = ("forward", "backward", "gradients")  # of the arrays of a dump; their names begin so
 SUMMARY = ("norm", "max_abs", "mean", "zeros", "non_finite")  # statistics of an array in a dump
 

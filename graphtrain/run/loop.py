@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.errors import TrainingError
-from graphtrain.graphs.names import EVALUATE_AVERAGED
+from graphtrain.graphs.names import EVALUATE_AVERAGED, SPIKE
 from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.models.optimizer_state import EMA
 from graphtrain.run.agreement import on_all_ranks
@@ -35,6 +35,14 @@ from graphtrain.run.metrics import Record, good_steps, read_journal
 from graphtrain.run.phases import PhaseSequence
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.signals import StopRequest
+from graphtrain.run.spikes import NAME as SPIKES_NAME
+from graphtrain.run.spikes import (
+    Limits,
+    RewindRun,
+    SpikeRecord,
+    SpikeWindow,
+    write_spike,
+)
 from graphtrain.run.stalls import (
     COMPUTING,
     DATA,
@@ -107,6 +115,18 @@ def _if_finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that was started, and whose metrics are not read yet."""
+
+    number: int
+    metrics: Tree  # on the devices
+    learning_rate: float
+    waited: float  # seconds for its batch
+    is_late: bool  # no step was being computed when the batch came
+    limits: Limits
+
+
 @dataclass
 class TrainingLoop:
     """Training loop without its state; reads the metrics of a step while the next one computes."""
@@ -126,11 +146,11 @@ class TrainingLoop:
     history: ValidationHistory
     samples: TrainingSamples | None
     tasks: TrainingTasks | None
+    spikes: SpikeWindow
+    rewinds: int  # to the step from which it begins
     _write: Report = field(init=False)
     _journal_position: JournalPosition = field(init=False)
-    # Last started step: its number, metrics, learning rate, seconds waited for data, and whether
-    # no step was being computed when the data came.
-    _pending: tuple[int, Tree, float, float, bool] | None = None
+    _pending: PendingStep | None = None
     _saving: int | None = None  # step of the checkpoint that is being written
     _gave_up_scores: bool = False  # of the last evaluation of tasks, because of a signal
     _last_finished_at: float = field(default_factory=time.perf_counter)
@@ -206,7 +226,9 @@ class TrainingLoop:
             self._move(COMPUTING, index + 1)
             arrays = self.phases.placement.to_devices(batch)
             step = self.programs["train"]
-            outputs = step(state, *self.frozen, arrays, np.float32(rate))
+            limits = self.spikes.limits(index + 1)
+            inputs = (limits.arrays(),) if self.program.optimizer.skip_spikes else ()
+            outputs = step(state, *self.frozen, arrays, np.float32(rate), *inputs)
             state, completed_steps = outputs["state"], index + 1
             if not opened:
                 self._write, self._journal_position = self.open_journal()  # while it computes
@@ -218,7 +240,9 @@ class TrainingLoop:
             self.data_check.raise_if_damaged()
             if index == self.start + 1 and target.platform == "cpu":
                 use_huge_pages()  # heap of the first step, which has completed
-            self._pending = completed_steps, outputs["metrics"], rate, waited, is_late
+            self._pending = PendingStep(
+                completed_steps, outputs["metrics"], rate, waited, is_late, limits
+            )
             last = completed_steps == run.steps
             evaluated, is_best = None, False
             if is_evaluation_due(run, completed_steps):
@@ -272,6 +296,7 @@ class TrainingLoop:
             journal=self._journal_position(),
             identity=self.phases.current.identity,
             changes=self.changes,
+            spikes=self.spikes.state(),
         )
         self._report_checkpoint()
         self._saving = completed_steps
@@ -292,7 +317,7 @@ class TrainingLoop:
         """Return whether every step that was started is complete."""
         if self._pending is None:
             return True
-        loss = self._pending[1]["loss"]
+        loss = self._pending.metrics["loss"]
         return loss.is_ready() if hasattr(loss, "is_ready") else True
 
     def _next_batch(self) -> tuple[dict[str, np.ndarray], float]:
@@ -304,26 +329,31 @@ class TrainingLoop:
         """Wait for the metrics of the last started step, check that they are finite, write them.
 
         Raises:
-            TrainingError: the loss or the gradient norm is not finite, and a smaller loss scale
-                cannot help.
+            TrainingError: the step is a spike, and a smaller loss scale or run.spikes cannot help.
+            RewindRun: the step is a spike, and the run returns to a checkpoint.
         """
-        if self._pending is None:
+        if (pending := self._pending) is None:
             return
-        completed_steps, metrics, rate, waited, is_late = self._pending
         self._pending = None
+        completed_steps, metrics = pending.number, pending.metrics
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         extra_metrics: dict[str, float | int | None] = {
             name: float(metrics[name]) for name in metrics if name not in _COMMON_METRICS
         }
-        if was_skipped := is_overflow(metrics):
+        is_spike = not is_overflow(metrics) and pending.limits.exceeded_by(metrics)
+        if SPIKE in metrics:
+            extra_metrics[SPIKE] = int(is_spike)
+        if is_spike or is_overflow(metrics):
             extra_metrics = {name: _if_finite(value) for name, value in extra_metrics.items()}
         if "skipped_steps" in metrics:
             extra_metrics["skipped_steps"] = int(metrics["skipped_steps"])
         now = time.perf_counter()
         seconds, self._last_finished_at = now - self._last_finished_at, now
-        self.timeline.finish_step(completed_steps, waited if is_late else None)
-        if not (was_skipped or (math.isfinite(loss) and math.isfinite(norm))):
-            raise TrainingError(self._not_finite(completed_steps, loss, norm))
+        self.timeline.finish_step(completed_steps, pending.waited if pending.is_late else None)
+        if is_spike:
+            self._handle_spike(pending, loss, norm)
+        elif math.isfinite(loss):
+            self.spikes.accept(completed_steps, loss)
         tokens_per_second = self.program.batch.tokens / seconds
         self._write(
             {
@@ -331,15 +361,60 @@ class TrainingLoop:
                 "loss": _if_finite(loss),
                 "grad_norm": _if_finite(norm),
                 **extra_metrics,
-                "learning_rate": rate,
+                "learning_rate": pending.learning_rate,
                 "targets": int(metrics["targets"]),
                 "step_seconds": round(seconds, 6),
-                "data_wait_seconds": round(waited, 6),
+                "data_wait_seconds": round(pending.waited, 6),
                 "tokens_per_second": round(tokens_per_second, 2),
                 **self._utilization(tokens_per_second),
                 "memory_bytes": lowering.backend(self.program.target).memory_in_use(),
             }
         )
+
+    def _handle_spike(self, pending: PendingStep, loss: float, norm: float) -> None:
+        """Record a spike; return if its step was left undone, so that the run goes on.
+
+        Raises:
+            TrainingError: it stops the run.
+            RewindRun: the run returns to a checkpoint.
+        """
+        directory, settings = Path(self.run.directory), self.run.spikes
+        stops = settings.on_spike == "stop"
+        checkpoint = data = None
+        if settings.on_spike == "rewind":
+            self.checkpoints.wait()  # until the last checkpoint is complete
+            checkpoint = max(saved_steps(directory / "checkpoints"), default=0)
+            data = self.loader.state_after(pending.number, at=checkpoint)
+            rewinds = self.rewinds if checkpoint == self.start else 0
+            stops = rewinds >= settings.max_consecutive
+        elif settings.on_spike == "skip":
+            stops = self.spikes.skip()
+        record = SpikeRecord(
+            step=pending.number,
+            on_spike="stop" if stops else settings.on_spike,
+            loss=_if_finite(loss),
+            grad_norm=_if_finite(norm),
+            loss_limit=_if_finite(pending.limits.loss),
+            grad_norm_limit=_if_finite(pending.limits.grad_norm),
+            documents={},
+            checkpoint=None if stops else checkpoint,
+            data=None if stops else data,
+        )
+        if distributed.rank() == 0:
+            found = self.loader.documents(pending.number - 1)
+            documents = {prefix: array.tolist() for prefix, array in found.items()}
+            write_spike(directory, replace(record, documents=documents))
+        if stops:
+            raise TrainingError(self._spike(pending, loss, norm))
+        if checkpoint is not None:
+            raise RewindRun(record)
+        if distributed.rank() == 0:
+            warnings.warn(
+                f"step {pending.number} was skipped: loss {loss:.6g}, gradient norm {norm:.6g}, "
+                f"limits: {pending.limits.describe()}; its documents are in "
+                f"{directory / SPIKES_NAME}",
+                stacklevel=1,
+            )
 
     def _utilization(self, tokens_per_second: float) -> dict[str, float | None]:
         """Return the model FLOPs utilization (MFU); None if FLOPs or the peak are unknown."""
@@ -354,14 +429,17 @@ class TrainingLoop:
             for name in ("mfu", "mfu_causal")
         }
 
-    def _not_finite(self, completed_steps: int, loss: float, norm: float) -> str:
+    def _spike(self, pending: PendingStep, loss: float, norm: float) -> str:
+        """Say which step is a spike, of which documents, and what can be done."""
         self.checkpoints.wait()  # until the last checkpoint is complete
         directory = Path(self.run.directory)
         saved = saved_steps(directory / "checkpoints")
         good = [step for step in saved if step in good_steps(read_journal(directory))]
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        above = f", above run.spikes ({pending.limits.describe()})" if is_finite else ""
         text = (
-            f"step {completed_steps}: loss {loss}, gradient norm {norm}; the batch contains "
-            f"{self.loader.describe(completed_steps - 1)}; last good checkpoint: "
+            f"step {pending.number}: loss {loss}, gradient norm {norm}{above}; the batch contains "
+            f"{self.loader.describe(pending.number - 1)}; last good checkpoint: "
             + (f"{directory}/checkpoints/{good[-1]}" if good else "none")
         )
         if saved and saved[-1] not in good:
@@ -369,10 +447,14 @@ class TrainingLoop:
                 f"; {directory}/checkpoints/{saved[-1]} is newer, but no step from it was finite: "
                 "move it away to resume from the one before it"
             )
+        if self.run.spikes.on_spike != "stop":
+            most = self.run.spikes.max_consecutive
+            what = "skipped steps" if self.run.spikes.on_spike == "skip" else "rewinds"
+            return f"{text}; {most} {what} in a row did not help (run.spikes.max_consecutive)"
         return text + (
             "; the same command meets the same batch again: lower run.learning_rate.peak or "
-            "program.optimizer.clip_norm (and permit it with --allow-change NAME), or take these "
-            "documents out of the data"
+            "program.optimizer.clip_norm (and permit it with --allow-change NAME), take these "
+            'documents out of the data, or leave them out with run.spikes.on_spike = "rewind"'
         )
 
     def _evaluate(self, completed_steps: int, state: Tree) -> tuple[float | None, bool]:

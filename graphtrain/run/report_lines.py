@@ -103,8 +103,8 @@ def step_line(metrics: Metrics, speed: MeanSpeed) -> str:
     """Describe a step, with the mean speed since the last description."""
     tokens_per_second, mfu = speed.take()
     fields = [
-        "loss overflow" if metrics["loss"] is None else f"loss {metrics['loss']:.4f}",
-        _gradient_field(metrics["grad_norm"]),
+        _loss_field(metrics),
+        _gradient_field(metrics),
         f"lr {metrics['learning_rate']:.2e}",
         f"{tokens_per_second:,.0f} tokens/s",
     ]
@@ -112,13 +112,25 @@ def step_line(metrics: Metrics, speed: MeanSpeed) -> str:
         fields.insert(1, f"margin {metrics['margin']:.3f}  accuracy {metrics['accuracy']:.0%}")
     if "loss_scale" in metrics:
         fields.append(f"scale {metrics['loss_scale']:g}, {metrics['skipped_steps']} skipped")
+    if metrics.get("spike"):
+        fields.append("skipped")
     if metrics["mfu"] is not None:
         fields.append(f"mfu {mfu:.1%}")
     return "  ".join(fields)
 
 
-def _gradient_field(norm: float | None) -> str:
-    return "gradient overflow" if norm is None else f"grad norm {norm:.3f}"
+def _loss_field(metrics: Metrics) -> str:
+    loss = metrics["loss"]
+    return f"loss {_missing(metrics)}" if loss is None else f"loss {loss:.4f}"
+
+
+def _gradient_field(metrics: Metrics) -> str:
+    norm = metrics["grad_norm"]
+    return f"gradient {_missing(metrics)}" if norm is None else f"grad norm {norm:.3f}"
+
+
+def _missing(metrics: Metrics) -> str:
+    return "not finite" if metrics.get("spike") else "overflow"
 
 
 def evaluation_line(metrics: Metrics) -> str:

@@ -24,6 +24,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.run_record import write_run_config
 from graphtrain.config.schema import Config, Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown
+from graphtrain.errors import DataError, TrainingError
 from graphtrain.graphs.names import EVALUATE_AVERAGED, purpose_while_training
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.planning.parameters import ParameterCount, count_compiled_parameters
@@ -59,6 +60,8 @@ from graphtrain.run.resume import (
     schedule_note,
 )
 from graphtrain.run.signals import StopRequest, stop_requests
+from graphtrain.run.spikes import NAME as SPIKES_NAME
+from graphtrain.run.spikes import RewindRun, SpikeWindow, rewinds_to
 from graphtrain.run.trackers.thread import tracking
 from graphtrain.run.training_data import training_loader
 from graphtrain.run.validation_history import recorded_history
@@ -111,11 +114,30 @@ def train(
         WeightsError: the initial weights cannot be used.
     """
     check_callbacks(callbacks)
+    arguments = program, run, cache, compile_hint, configured, callbacks, allowed_changes
+    outcome = _train_until_rewound(*arguments, fresh, timeline or Timeline())
+    while not isinstance(outcome, RunSummary):  # start again, as another process would
+        distributed.all_gather_text("")  # until rank 0 has recorded the rewind
+        outcome = _train_until_rewound(*arguments, False, Timeline())
+    return outcome
+
+
+def _train_until_rewound(
+    program: ResolvedProgram,
+    run: Run,
+    cache: Cache,
+    compile_hint: str,
+    configured: Program | None,
+    callbacks: Sequence[Callback],
+    allowed_changes: Sequence[str],
+    fresh: bool,
+    timeline: Timeline,
+) -> RunSummary | RewindRun:
+    """Train until the run ends, or is to start again from its last checkpoint."""
     directory = Path(run.directory)
     check_directory(directory)
     is_rank_zero = distributed.rank() == 0  # rank 0 writes the files that all ranks share
     log = RunLog(directory, run.steps, run.report_every)
-    timeline = timeline or Timeline()
     timeline.move(activities.PREPARE)
     uploads = open_uploads(run, log)
     with ExitStack() as stack:
@@ -200,6 +222,9 @@ def train(
             frozen = (initial_weights.frozen(step.inputs("frozen")),)
         if restored is not None:
             _restore_position(phases.loader, restored, changes, start)
+        rewinds = [] if fresh else rewinds_to(directory, start)
+        if rewinds and not data_changed(changes, start):
+            on_all_ranks(partial(_leave_out, phases.loader, rewinds, directory))
         if is_rank_zero:
             stack.callback(_record_measurements, run, cache, phases, start, baseline_bytes)
             stack.enter_context(data_check)
@@ -237,11 +262,23 @@ def train(
             history,
             samples,
             tasks,
+            SpikeWindow(run.spikes, resumption.info.spikes if saved else None),
+            len(rewinds),
         )
         startup.resume_garbage_collection()
         timeline.begin(start, programs.compile_seconds, str(program.target))
         with watchdog.reporting_errors():
-            summary = loop.run_steps(state, evaluate_first=evaluation_owed, score_first=scores_owed)
+            try:
+                summary = loop.run_steps(
+                    state, evaluate_first=evaluation_owed, score_first=scores_owed
+                )
+            except RewindRun as rewind:
+                if stop.should_stop():
+                    return _stopped_while_loading(stop, directory, start, timeline)
+                timeline.end(str(rewind))
+                if is_rank_zero:
+                    warnings.warn(f"{rewind}; {directory / SPIKES_NAME} says why", stacklevel=1)
+                return rewind.with_traceback(None)  # which would hold the state
             timeline.move(activities.SAVE)
             finish_uploads(run, uploads, watchdog, summary.steps)
         if summary.stopped_by:
@@ -381,6 +418,22 @@ def _restore_position(
         loader.continue_from(position)
     else:
         loader.restore(position)
+
+
+def _leave_out(loader: Any, rewinds: Sequence[dict[str, Any]], directory: Path) -> None:
+    """Leave out the batches from which the run was rewound to its checkpoint.
+
+    Raises:
+        TrainingError: they were of other data.
+    """
+    try:
+        for position in rewinds:
+            loader.leave_out(position)
+    except DataError as error:
+        raise TrainingError(
+            f"{directory / SPIKES_NAME}: the run was rewound, and the batches to leave out are of "
+            f"other data ({error}); restore the setting, or move the file away to train on them"
+        ) from None
 
 
 def _preallocate_memory(

@@ -35,6 +35,7 @@ from graphtrain.config.schema.run import (
     Packing,
     Run,
     Samples,
+    Spikes,
     Tasks,
     Watchdog,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "Run",
     "Samples",
     "Serve",
+    "Spikes",
     "Tasks",
     "TorchModel",
     "Watchdog",

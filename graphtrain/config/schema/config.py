@@ -31,6 +31,12 @@ class Config:
                 'program.optimizer.kind = "schedule_free" takes the place of a schedule, and '
                 f'run.learning_rate.schedule = "{schedule}"; set it to "constant" (a warm-up stays)'
             )
+        if self.run.spikes.on_spike == "skip" and not self.program.optimizer.skip_spikes:
+            raise ValueError(
+                'run.spikes.on_spike = "skip" needs program.optimizer.skip_spikes = true, with '
+                "which the compiled step takes the limits as inputs; set it, or use "
+                'on_spike = "rewind", which needs no other program'
+            )
         self._check_phases()
 
     def _check_phases(self) -> None:

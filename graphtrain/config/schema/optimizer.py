@@ -61,6 +61,7 @@ class Optimizer:
     newton_schulz_steps: Positive | None = None  # muon: iterations; unset: 5
     consistent_rms: PositiveFloat | None = None  # muon: root mean square of updates; unset: 0.2
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # of averaged weights; unset: none
+    skip_spikes: bool = False  # a step can be left undone; for run.spikes.on_spike = "skip"
     group_norms: bool = False  # metrics of the norms of parameters and updates, by module
     custom: str | None = None  # "file.py:name" that makes an optax optimizer, in place of kind
     arguments: dict[str, Plain] = _EMPTY  # arguments of custom

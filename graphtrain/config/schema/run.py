@@ -90,6 +90,22 @@ class Watchdog:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Spikes:
+    """Limits of a step's loss and gradient norm, and what a step above them does.
+
+    A loss or gradient norm that is not finite is above every limit.
+    """
+
+    # stop: end the run. skip: leave the state as it is. rewind: return to the last checkpoint, and
+    # leave out the batches since then.
+    on_spike: Literal["stop", "skip", "rewind"] = "stop"  # skip needs optimizer.skip_spikes
+    loss_zscore: PositiveFloat | None = None  # loss: standard deviations above the window's mean
+    window: Annotated[int, Field(ge=2)] = 100  # steps without a spike; fewer have no loss_zscore
+    grad_norm: PositiveFloat | None = None  # gradient norm, before clipping; unset: no limit
+    max_consecutive: Positive = 10  # skipped steps in a row, or rewinds to a step; then stop
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Samples:
     """Continuations of prompts after each evaluation, in samples.jsonl of the run's directory."""
 
@@ -120,6 +136,7 @@ class Run:
     learning_rate: LearningRate = LearningRate()
     checkpoints: CheckpointSettings = CheckpointSettings()
     watchdog: Watchdog = Watchdog()
+    spikes: Spikes = Spikes()
     samples: Samples | None = None  # unset: none
     tasks: Tasks | None = None  # unset: none
     init_from: LocalPath | None = None  # initial weights: a converted folder or a run's directory

@@ -153,6 +153,22 @@ class Loader:
             self._stream_identity
         )
 
+    def state_after(self, step: int, *, at: int) -> dict[str, Any]:
+        """Return a position in which the data after `step` steps comes at step `at`."""
+        return {"step": at, "sample": self._first_sample(step)} | self._stream_identity
+
+    def leave_out(self, state: dict[str, Any]) -> None:
+        """Move on to a position of `state_after`, unless this one is beyond it already.
+
+        Raises:
+            DataError: the position belongs to different data or another seed.
+        """
+        names = ("global_batch_size", "seq_len")
+        is_same_batch = all(state.get(name) == self._stream_identity[name] for name in names)
+        if is_same_batch and _count(state, "sample") <= self._first_sample(self._step):
+            return
+        self.continue_from(state)
+
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from a position that `state` returned, on any number of ranks.
 

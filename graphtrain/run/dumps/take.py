@@ -41,6 +41,7 @@ from graphtrain.run.initial_weights import InitialWeights, load_initial_weights
 from graphtrain.run.learning_rate import learning_rate
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.resume import identity_of
+from graphtrain.run.spikes import Limits
 from graphtrain.run.training_data import training_loader
 from lowering.machine.toolchain import Toolchain
 from lowering.trees import Tree, flatten
@@ -133,8 +134,9 @@ def take_dump(
                 arrays = eager_step(program, parameters["parameters"], batch)
             else:
                 rate = np.float32(learning_rate(run.learning_rate, run.steps, number))
+                limits = (Limits().arrays(),) if program.optimizer.skip_spikes else ()
                 with backend.forbid_tracing():
-                    outputs = step(state, *frozen, placement.to_devices(batch), rate)
+                    outputs = step(state, *frozen, placement.to_devices(batch), rate, *limits)
                 state = outputs["state"]
                 results = {name: outputs[name] for name in ("arrays", "metrics")}
                 results = backend.checkpoint_arrays(results)
