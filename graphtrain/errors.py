@@ -12,6 +12,7 @@ EXIT_STATUSES = {
     "5": "the plan differs from its lock (`plan check`), or two dumps differ or could not be "
     "compared wholly (`compare`)",
     "75": "a rank was lost or hung: start the run again, and it resumes from its checkpoint",
+    "76": "silent data corruption (`run.verify_every`): replace the host that the message names",
     "128 + n": "stopped by signal n, after saving a checkpoint if a run was training",
 }
 
@@ -42,6 +43,12 @@ class MissingProgram(GraphtrainError):
 
 class TrainingError(GraphtrainError):
     """A run cannot start or continue: for example a loss that is not finite."""
+
+
+class CorruptionError(GraphtrainError):
+    """A device computed or stored a wrong value without an error."""
+
+    exit_status = 76
 
 
 class CallbackError(GraphtrainError):

@@ -99,14 +99,19 @@ def _requests(
     if not configs:
         return None
     from graphtrain.api.checks.fallback import fallback_programs
-    from graphtrain.compile.tasks import training_requests
+    from graphtrain.compile.tasks import run_tasks
     from graphtrain.config import load_config
     from graphtrain.config.resolve import resolve
 
     loaded = [load_config(path, overrides, target) for path in configs]
-    programs = [resolve(config.program) for config in loaded]
-    programs += [one for config in loaded for one in fallback_programs(config).values()]
-    return [key.digest for program in programs for key in training_requests(program).values()]
+    tasks = [
+        task
+        for config in loaded
+        for task in run_tasks(
+            {"": resolve(config.program)}, {"": config.run}, {"": fallback_programs(config)}
+        )
+    ]
+    return [task.request.digest for task in tasks]
 
 
 def _print(verb: str, store: str, result: TransferResult) -> None:

@@ -12,7 +12,7 @@ from graphtrain.config.phases import training_phases
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Run
 from graphtrain.errors import GraphtrainError
-from graphtrain.graphs.names import Purpose, graphs_for, purpose_while_training
+from graphtrain.graphs.names import VERIFICATION_GRAPHS, Purpose, graphs_for, purpose_while_training
 from graphtrain.torch_xla.graphs import ExtractedGraph
 
 Observer = Callable[[str, str], None]  # called with the label of a task and its current stage
@@ -122,7 +122,8 @@ def run_tasks(
         meshes = {"": program, **(smaller or {}).get(name, {})}
         for label, on_mesh in meshes.items():
             labels = [*parts, label] if label else parts
-            tasks += _of_phases(name, on_mesh, labels)
+            verification = VERIFICATION_GRAPHS if runs[name].verify_every else ()
+            tasks += _of_phases(name, on_mesh, labels, verification)
             if (purpose := purpose_while_training(runs[name])) is not None:
                 tasks += _tasks(name, on_mesh, purpose, labels)
     return tasks
@@ -133,12 +134,14 @@ def training_requests(program: ResolvedProgram) -> dict[str, CacheKey]:
     return {task.label: task.request for task in _of_phases("", program, [])}
 
 
-def _of_phases(name: str, program: ResolvedProgram, parts: Sequence[str]) -> list[Task]:
+def _of_phases(
+    name: str, program: ResolvedProgram, parts: Sequence[str], more: Sequence[str] = ()
+) -> list[Task]:
     """Return the tasks of all phases of a run; its first phase computes the initial state."""
     tasks: dict[str, Task] = {}
     for phase in training_phases(program):
         labels = [*parts, phase.label] if phase.label else parts
-        for task in _tasks(name, phase.program, "train", labels):
+        for task in _tasks(name, phase.program, "train", labels, more):
             if task.graph != "init" or not phase.start:
                 tasks.setdefault(task.request.digest, task)  # two phases may have one program
     return list(tasks.values())
@@ -158,11 +161,15 @@ def tasks_of(programs: Mapping[str, ResolvedProgram], purpose: Purpose = "train"
 
 
 def _tasks(
-    name: str, program: ResolvedProgram, purpose: Purpose, parts: Sequence[str]
+    name: str,
+    program: ResolvedProgram,
+    purpose: Purpose,
+    parts: Sequence[str],
+    more: Sequence[str] = (),
 ) -> list[Task]:
     """Return the tasks of a program, with labels that begin with some parts."""
     needed, graphs = graphs_for(program, purpose)
     return [
         Task(" ".join([*parts, graph]), needed, graph, request, name)
-        for graph, request in request_keys(needed, graphs).items()
+        for graph, request in request_keys(needed, [*graphs, *more]).items()
     ]

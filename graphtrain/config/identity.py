@@ -66,6 +66,7 @@ EXECUTION = frozenset(
         "run.report_every",
         "run.checkpoints",
         "run.fallback",
+        "run.verify_every",
         "run.evaluate_every",
         "run.evaluate_batches",
         "run.early_stopping_patience",

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.graphs.checksums import checksum_graph, copy_graph
 from graphtrain.graphs.deferred_reduction import accumulate_then_reduce, can_defer
 from graphtrain.graphs.dump import ArrayDump
 from graphtrain.graphs.group_norms import group_norm_names, group_norms
@@ -26,7 +27,7 @@ from graphtrain.graphs.loss_scale import (
     unless_overflow,
     unscaled,
 )
-from graphtrain.graphs.names import DUMP, EVALUATE_AVERAGED
+from graphtrain.graphs.names import CHECKSUMS, COPY_STATE, DUMP, EVALUATE_AVERAGED
 from graphtrain.graphs.objectives import (
     answer_log_probs,
     key_implementation,
@@ -75,8 +76,18 @@ def build_graph(program: ResolvedProgram, name: str) -> Graph:
         "evaluate": _evaluate,
         EVALUATE_AVERAGED: _evaluate_averaged,
         DUMP: _dump,
+        COPY_STATE: _copy_state,
+        CHECKSUMS: _checksums,
     }
     return makers[name](program)
+
+
+def _copy_state(program: ResolvedProgram) -> Graph:
+    return copy_graph(state_specs_of(program))
+
+
+def _checksums(program: ResolvedProgram) -> Graph:
+    return checksum_graph(state_specs_of(program), program.rules, program.mesh)
 
 
 def _init(program: ResolvedProgram) -> Graph:

@@ -14,6 +14,7 @@ TRAINING_GRAPHS = ("init", "train", "evaluate")
 EVALUATE_AVERAGED = "evaluate_averaged"  # with program.optimizer.ema_decay
 DUMP = "dump"  # name of the training step that also returns arrays, and of its purpose
 SPIKE = "spike"  # metric: 1 if the program left the step undone
+COPY_STATE, CHECKSUMS = VERIFICATION_GRAPHS = ("copy_state", "checksums")  # run.verify_every
 KINDS = ("forward", "backward", "gradients")  # of the arrays of a dump; their names begin so
 SUMMARY = ("norm", "max_abs", "mean", "zeros", "non_finite")  # statistics of an array in a dump
 
@@ -34,7 +35,7 @@ def purpose_while_training(run: Run) -> Literal["batch", "evaluate"] | None:
 
 def is_training_graph(name: str) -> bool:
     """Return whether a graph is of training, and not of generation."""
-    return name in (*TRAINING_GRAPHS, EVALUATE_AVERAGED)
+    return name in (*TRAINING_GRAPHS, EVALUATE_AVERAGED, *VERIFICATION_GRAPHS)
 
 
 def training_graphs(program: ResolvedProgram) -> list[str]:

@@ -17,8 +17,8 @@ from graphtrain.launch.job import Job
 _PORT = 8476
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
-# Statuses that a restart does not mend: an error of the user, a missing program. Any other ending,
-# such as that of a lost rank (75), of SIGTERM (143) or of a node, restarts the JobSet.
+# Statuses that a restart does not mend: an error of the user, a missing program, a broken device.
+# Any other, such as that of a lost rank (75), of SIGTERM (143) or of a node, restarts the JobSet.
 _FAILURE_POLICY = {
     "rules": [
         {
@@ -26,7 +26,7 @@ _FAILURE_POLICY = {
             "onExitCodes": {
                 "containerName": "graphtrain",
                 "operator": "In",
-                "values": [2, 3],
+                "values": [2, 3, 76],
             },
         }
     ]

@@ -54,6 +54,7 @@ from graphtrain.run.stalls import (
 )
 from graphtrain.run.step_collectives import first_collective, largest_collective
 from graphtrain.run.validation_history import ValidationHistory
+from graphtrain.run.verification import compare_replicas, verified_step
 from graphtrain.run.watchdog import Watchdog
 from lowering.machine.memory_pages import use_huge_pages
 from lowering.trees import Tree
@@ -227,8 +228,9 @@ class TrainingLoop:
             arrays = self.phases.placement.to_devices(batch)
             step = self.programs["train"]
             limits = self.spikes.limits(index + 1)
-            inputs = (limits.arrays(),) if self.program.optimizer.skip_spikes else ()
-            outputs = step(state, *self.frozen, arrays, np.float32(rate), *inputs)
+            spike_limits = (limits.arrays(),) if self.program.optimizer.skip_spikes else ()
+            inputs = (*self.frozen, arrays, np.float32(rate), *spike_limits)
+            outputs = self._compute(step, state, inputs, index + 1)
             state, completed_steps = outputs["state"], index + 1
             if not opened:
                 self._write, self._journal_position = self.open_journal()  # while it computes
@@ -287,7 +289,20 @@ class TrainingLoop:
     def _has_stalled(self) -> bool:
         return self.history.has_stalled(self.run.early_stopping_patience)
 
+    def _compute(self, step: Any, state: Tree, inputs: tuple[Any, ...], number: int) -> Tree:
+        """Return the outputs of a step; every run.verify_every steps, compute it twice."""
+
+        def compute(state: Tree) -> Tree:
+            return step(state, *inputs)
+
+        every = self.run.verify_every
+        if every is None or number % every:
+            return compute(state)
+        return verified_step(self.programs, compute, state, number)
+
     def _save(self, completed_steps: int, state: Tree, validation_loss: float | None) -> None:
+        if self.run.verify_every is not None:
+            compare_replicas(self.programs, state, completed_steps)
         self.checkpoints.save(  # waits until the previous one is complete
             completed_steps,
             lowering.backend(self.program.target).checkpoint_arrays(state),

@@ -25,7 +25,11 @@ from graphtrain.config.run_record import write_run_config
 from graphtrain.config.schema import Config, Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown
 from graphtrain.errors import DataError, TrainingError
-from graphtrain.graphs.names import EVALUATE_AVERAGED, purpose_while_training
+from graphtrain.graphs.names import (
+    EVALUATE_AVERAGED,
+    VERIFICATION_GRAPHS,
+    purpose_while_training,
+)
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.planning.parameters import ParameterCount, count_compiled_parameters
 from graphtrain.run.agreement import check_same_executables, on_all_ranks
@@ -293,6 +297,7 @@ def needed_graphs(run: Run, *, resuming: bool, has_average: bool = False) -> lis
         *([] if resuming else ["init"]),
         "train",
         *(evaluations if run.data.validation is not None else []),
+        *(VERIFICATION_GRAPHS if run.verify_every else ()),
     ]
 
 

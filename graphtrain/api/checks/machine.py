@@ -12,6 +12,8 @@ from lowering.errors import LoweringError
 from lowering.machine.extras import MissingExtra, is_installed, missing_extra
 from lowering.machine.target import Target
 
+_DETERMINISTIC = "--xla_gpu_deterministic_ops"
+
 
 def model_problems(program: Program) -> Iterator[Problem]:
     """Yield the packages that a model of PyTorch needs and that are not installed."""
@@ -44,6 +46,29 @@ def compiler_problems(program: Program) -> Iterator[Problem]:
         yield Problem("compiler", f"program.target: {error}", (("program", "target"),))
     except LoweringError:  # an unknown target, which the checks of the program report
         return
+
+
+def verification_problems(config: Config) -> Iterator[Problem]:
+    """Yield that the programs of a machine would not repeat a step bit for bit."""
+    if config.run.verify_every is None:
+        return
+    setting = (("run", "verify_every"),)
+    try:
+        target = Target.parse(config.program.target)
+    except LoweringError:  # an unknown target, which the checks of the program report
+        return
+    if target.platform not in ("cpu", "cuda", "rocm", "tpu"):
+        message = f"run.verify_every is not supported on {target}; remove it"
+        yield Problem("program", message, setting)
+    elif target.is_gpu and _DETERMINISTIC not in os.environ.get("XLA_FLAGS", ""):
+        message = (
+            f"run.verify_every repeats steps, and programs for {target} are not deterministic by "
+            f"default; set XLA_FLAGS={_DETERMINISTIC}=true where you compile and run"
+        )
+        yield Problem("program", message, setting)
+    if config.program.optimizer.offload_to_host:
+        message = "run.verify_every is not supported with optimizer.offload_to_host; remove one"
+        yield Problem("program", message, setting)
 
 
 def run_problems(config: Config) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from graphtrain.api.checks.machine import (
     place_problems,
     precision_problems,
     run_problems,
+    verification_problems,
 )
 from graphtrain.api.checks.positions import position_problems
 from graphtrain.api.checks.problem import Problem
@@ -50,6 +51,7 @@ def problems(
     trains = purpose.trains_batches and not purpose.weights_only
     if trains and not found:  # fewer hosts would have the same problems
         found += fallback_problems(config)
+        found += verification_problems(config)
     found += code_problems(config.program, trains=trains)
     if "machine" in kinds:
         found += model_problems(config.program)

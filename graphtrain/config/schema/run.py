@@ -148,6 +148,8 @@ class Run:
     early_stopping_patience: Positive | None = None  # evaluations without a lower loss, then stop
     # Programs for them are compiled too, so that a restart on fewer hosts goes on at once.
     fallback: tuple[Positive, ...] = ()  # smaller numbers of hosts that the run may have
+    # Against silent data corruption; costs one step more each time, and memory for a second state.
+    verify_every: Positive | None = None  # steps between repetitions of a step; unset: never
     tensorboard: bool = True  # write TensorBoard event files too
     trackers: tuple[Tracker, ...] = ()  # services that get the metrics too; each needs its extra
 
