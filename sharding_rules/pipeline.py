@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from sharding_rules.errors import ShardingError
+from sharding_rules.mesh import MeshShape
+from sharding_rules.rules import Rules
 
 Schedule = Literal["gpipe", "circular", "1f1b"]
 
@@ -115,6 +117,36 @@ def check_microbatches(microbatches: int, stages: int) -> None:
             f"batch.microbatches = {microbatches} is not a multiple of mesh.stage = {stages}; "
             f"set it to {suggestion}, or to more for a smaller bubble"
         )
+
+
+class WeightCopies(NamedTuple):
+    """Mesh axes along which the weights of a pipeline's stages are only replicated."""
+
+    batch: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.batch, *self.positions)
+
+
+def weight_copies(rules: Rules, mesh: MeshShape, seq_len: int) -> WeightCopies:
+    """Return the mesh axes over which gradients can be summed once, after a pipeline's last tick.
+
+    Positions are among them with ring attention alone, and where the stages can share the loss of
+    each device's positions.
+    """
+    weight_axes = {name for names in rules.parameters.values() for name in names}
+
+    def split(axis: str) -> tuple[str, ...]:
+        names = rules.activations.get(axis, ())
+        return tuple(name for name in names if mesh.axes.get(name, 1) > 1)
+
+    batch = tuple(name for name in split("batch") if name not in weight_axes)
+    ring = split("kv_seq")
+    is_shared = seq_len % mesh.size((*split("stages"), *ring)) == 0
+    replicates = ring == split("seq") and weight_axes.isdisjoint(ring)
+    return WeightCopies(batch, ring if replicates and is_shared else ())
 
 
 class TickWork(NamedTuple):

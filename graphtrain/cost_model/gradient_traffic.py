@@ -19,6 +19,7 @@ from graphtrain.cost_model.predicted_collective import (
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.weights import ShardedWeight
 from lowering.hlo.collectives import Collective
+from sharding_rules.pipeline import weight_copies
 
 Axes = tuple[str, ...]
 
@@ -63,10 +64,8 @@ def _gradient_in_pipeline(
         yield from _lookup_gradient(program, weight, (*tokens, "stage"), passes.embeddings)
         if not is_tied(program, weight):
             return
-    weight_axes = {name for names in program.rules.parameters.values() for name in names}
-    copies = () if program.model.moe else tuple(a for a in tokens if a not in weight_axes)
-    of_batch = splitting_axes(program.rules.activations, ("batch",), mesh)
-    copies = tuple(axis for axis in copies if axis in of_batch)
+    by_hand = weight_copies(program.rules, mesh, program.batch.seq_len)
+    copies = () if program.model.moe else tuple(a for a in tokens if a in by_hand.all)
     now = tuple(axis for axis in tokens if axis not in copies)
     times = passes.layers if weight.in_layers else passes.heads
     yield from _gradient_of_product(program, weight, now, times)

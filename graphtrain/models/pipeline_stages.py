@@ -115,6 +115,7 @@ def decoder_pipeline(
         virtual_stages=stages.rounds,
         remat=model.remat != "none",
         mixes_sequences=model.moe is not None,
+        splits_positions=True,
     )
 
 

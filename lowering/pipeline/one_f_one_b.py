@@ -37,21 +37,22 @@ def one_f_one_b_gradients(
     `last` runs directly after the last stage; every stage computes 1/S of the positions, whose
     number must be a multiple of S.
     """
-    ring, copies = pipeline.axes()
-    manual = (ring.axis, *copies)
-    summed = {"stages": copies, "last": manual}
+    axes = pipeline.axes(jax.tree.leaves(microbatches)[0].shape[2])
+    ring, copies, manual = axes.ring, axes.copies, axes.all
+    summed = {"stages": copies.all, "last": manual}
 
     def device(parameters: Tree, queue: jax.Array, shards: Tree) -> Any:
         shards = jax.tree.map(lambda shard: shard[..., 0], shards)
         with manual_axes(manual):
             value, gradients, queue = _device_gradients(
-                pipeline, ring, mesh_axes_size(copies), parameters, queue, shards
+                pipeline, ring, mesh_axes_size(copies.all), parameters, queue, shards
             )
         totals = {group: lax.psum(gradients[group], axes) for group, axes in summed.items()}
         return scalars_as_arrays(value), totals, queue
 
-    parameter_specs, queue_spec = pipeline.parameter_specs(ring), PartitionSpec(ring.axis, copies)
-    specs = parameter_specs, queue_spec, PartitionSpec(None, copies, None, ring.axis)
+    parameter_specs = pipeline.parameter_specs(ring)
+    queue_spec = PartitionSpec(ring.axis, *copies)
+    specs = parameter_specs, queue_spec, PartitionSpec(None, *copies, ring.axis)
     forward_backward = map_stages(
         device, manual, specs, (PartitionSpec(manual), parameter_specs, queue_spec)
     )
@@ -73,7 +74,7 @@ def _device_gradients(
     Args:
         pipeline: The functions to compute.
         ring: The mesh axis of the stages.
-        copies: Number of data-parallel replicas.
+        copies: Number of devices that hold the same weights.
         parameters: Weights of this stage, and all weights of `last`.
         queue: Embedded inputs of the microbatches that are stored on this stage, (M / S, ...).
         shards: Positions for which this stage computes the loss, of all microbatches.

@@ -2,16 +2,17 @@
 
 The module is independent of the model: the caller passes a function before the stages (embedding),
 a stage, and a function after them (LM head and loss). The last two run inside one shard_map over
-the mesh axis of the stages and those along which weights are only replicated (data). The tensor,
-fsdp, expert and context axes stay automatic, so the model's own sharding constraints apply to them.
+the mesh axis of the stages and those along which weights are only replicated: data, and with ring
+attention context. The tensor, fsdp and expert axes stay automatic, so the model's own sharding
+constraints apply to them, as they do to context with Ulysses' all-to-all.
 This form was chosen over a vmap over stages because
 
-- a stage is an ordinary call of the model, so its own shard_map (ring attention over context) can
-  be nested, and the shift to the next stage is exactly one collective-permute;
+- a stage is an ordinary call of the model, so its own shard_map can be nested, and the shift to the
+  next stage is exactly one collective-permute;
 - weight gradients are accumulated on each device until the loop ends, so the all-reduce over data
-  happens once a step. The compiler would otherwise insert it at every tick, in every layer. (The
-  automatic fsdp axis gathers weights and scatters gradients at every tick, as it does for each
-  microbatch of gradient accumulation.)
+  and context happens once a step. The compiler would otherwise insert it at every tick, in every
+  layer. (The automatic fsdp axis gathers weights and scatters gradients at every tick, as it does
+  for each microbatch of gradient accumulation.)
 
 Of M microbatches, stage s of S stores a block, embeds it and computes its loss: indices s M/S to
 (s + 1) M/S - 1, so no work is repeated. A queue moves microbatches to the first stage and results
@@ -39,6 +40,19 @@ from jax.sharding import PartitionSpec
 from lowering.pipeline.ring import Ring
 from lowering.tracing.constrain import mesh_axes_of, placement
 from lowering.trees import Tree
+from sharding_rules.pipeline import WeightCopies, weight_copies
+
+
+class ManualAxes(NamedTuple):
+    """Mesh axes that are manual in a pipeline's loop."""
+
+    ring: Ring  # of the stages
+    copies: WeightCopies = WeightCopies()
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (self.ring.axis, *self.copies.all)
+
 
 Scalars = Any  # a pytree of scalars
 StageResult = tuple[jax.Array, Scalars, Scalars]  # x, terms of the objective, metrics
@@ -72,6 +86,8 @@ class Pipeline:
     mixes_sequences: bool = (
         False  # a stage computes across sequences, so the data axis stays automatic
     )
+    # A stage computes a ring's part of the positions, given only that part of x.
+    splits_positions: bool = False
 
     def embed(self, ring: Ring, weights: Tree, microbatches: Tree) -> jax.Array:
         """Return the embedded microbatches in blocks; each stage computes equally many."""
@@ -93,14 +109,16 @@ class Pipeline:
             (reported, jax.tree.map(lambda array: array.sum(0) / copies, stage_metrics)),
         )
 
-    def axes(self) -> tuple[Ring, tuple[str, ...]]:
-        """Return the mesh axis of the stages, and the batch axes that replicate weights."""
+    def axes(self, length: int) -> ManualAxes:
+        """Return the mesh axes of the loop's shard_map, for sequences of `length` positions."""
         current = placement()
         assert current is not None, "a pipeline outside placed"
         (stage,) = mesh_axes_of("stages")
-        weight_axes = {name for names in current.rules.parameters.values() for name in names}
-        copies = tuple(name for name in mesh_axes_of("batch") if name not in weight_axes)
-        return Ring(stage, current.shape.axes[stage]), () if self.mixes_sequences else copies
+        ring = Ring(stage, current.shape.axes[stage])
+        if self.mixes_sequences:
+            return ManualAxes(ring)
+        copies = weight_copies(current.rules, current.shape, length)
+        return ManualAxes(ring, copies if self.splits_positions else copies._replace(positions=()))
 
     def parameter_specs(self, ring: Ring) -> Tree:
         """Return how the parameters of the loop are split over the mesh axis of the stages."""

@@ -30,16 +30,16 @@ def pipeline_loss(pipeline: Pipeline, parameters: Tree, microbatches: Tree) -> P
 
     With several rounds this is the circular schedule, with one round GPipe.
     """
-    ring, copies = pipeline.axes()
-    manual = (ring.axis, *copies)
+    axes = pipeline.axes(jax.tree.leaves(microbatches)[0].shape[2])
+    ring, copies, manual = axes.ring, axes.copies, axes.all
 
     def device(parameters: Tree, queue: jax.Array, block: Tree) -> PipelineLoss:
         with manual_axes(manual):
             return scalars_as_arrays(
-                _forward(pipeline, ring, mesh_axes_size(copies), parameters, queue, block)
+                _forward(pipeline, ring, mesh_axes_size(copies.all), parameters, queue, block)
             )
 
-    blocks = PartitionSpec(ring.axis, copies)
+    blocks = PartitionSpec(ring.axis, *copies)
     specs = pipeline.parameter_specs(ring), blocks, blocks
     each = map_stages(device, manual, specs, PartitionSpec(manual))
     queue = pipeline.embed(ring, parameters["first"], microbatches)

@@ -120,6 +120,15 @@ def mesh_axes_of(axis: str) -> tuple[str, ...]:
     return tuple(name for name in names if current.shape.axes.get(name, 1) > 1)
 
 
+def manual_axes_of(axis: str) -> tuple[str, ...]:
+    """Return the mesh axes that split an array axis of activations and are manual here."""
+    current = _placement.get()
+    if current is None or current.unrestricted_rules is None:
+        return ()
+    names = current.unrestricted_rules.activations.get(axis, ())
+    return tuple(name for name in names if name in current.manual)
+
+
 def draw_shard(
     draw_unsharded: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...], *axes: str
 ) -> jax.Array:

@@ -76,6 +76,10 @@ CASES: Cases = {
         PIPELINE, Mesh(stage=2, data=4), batch=batch_of(4),
         pipeline=PipelineSettings(schedule="1f1b"),
     ),
+    "pipeline and context, 1f1b": case(
+        ("data", "context", "pipeline"), Mesh(data=2, context=2, stage=2), batch=batch_of(4),
+        pipeline=PipelineSettings(schedule="1f1b"),
+    ),
     "pipeline and tensor": case(
         PIPELINE, Mesh(stage=2, data=2, tensor=2), batch=batch_of(4)
     ),

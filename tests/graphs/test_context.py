@@ -78,18 +78,42 @@ def test_a_ring_inside_a_loop_by_hand_over_data():
     assert_close(loss_and_gradients(split, batch(alone)), loss_and_gradients(alone))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_ring_inside_the_stages_of_a_pipeline(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "model"),
+    [
+        ("gpipe", Mesh(stage=2, context=2, tensor=2), LLAMA),
+        ("1f1b", Mesh(stage=2, context=2, tensor=2), LLAMA),
+        ("1f1b", Mesh(stage=2, context=2, data=2), GEMMA),
+    ],
+    ids=["gpipe", "1f1b", "1f1b, windows"],
+)
+def test_a_ring_inside_the_stages_of_a_pipeline(schedule, mesh, model):
     sizes = Batch(global_batch_size=8, seq_len=16, microbatches=4)
-    alone = program(batch=sizes)
+    alone = program(model=model, batch=sizes)
     split = program(
+        model=model,
         batch=sizes,
         target="cpu:8",
-        mesh=Mesh(stage=2, context=2, tensor=2),
+        mesh=mesh,
         rules=(*RING, "pipeline"),
         pipeline=PipelineSettings(schedule=schedule),
     )
     assert_close(loss_and_gradients(split, batch(alone)), loss_and_gradients(alone))
+
+
+def test_a_ring_drops_the_same_in_the_stages_of_a_pipeline():
+    sizes = Batch(global_batch_size=8, seq_len=16, microbatches=4)
+    model = dataclasses.replace(LLAMA, dropout=0.2)
+    ring = program(model=model, batch=sizes, target="cpu:2", mesh=Mesh(context=2), rules=RING)
+    stages = program(
+        model=model,
+        batch=sizes,
+        target="cpu:4",
+        mesh=Mesh(stage=2, context=2),
+        rules=(*RING, "pipeline"),
+        pipeline=PipelineSettings(schedule="1f1b"),
+    )
+    assert_close(loss_and_gradients(stages), loss_and_gradients(ring))
 
 
 def test_positions_are_in_the_order_of_the_tokens():

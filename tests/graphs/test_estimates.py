@@ -15,7 +15,10 @@ ON_GPUS = (
     "data", "zero2", "zero1, per step", "fsdp", "fsdp, full remat", "tensor", "tensor and sequence",
 )  # fmt: skip
 # All of them: tests/benchmarks.
-ON_CPUS = ("fsdp", "cube and sequence", "context", "pipeline, vocabulary on stages", "experts")
+ON_CPUS = (
+    "fsdp", "cube and sequence", "context", "pipeline, vocabulary on stages", "experts",
+    "pipeline and context, 1f1b",
+)  # fmt: skip
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="needs the extra gpu")

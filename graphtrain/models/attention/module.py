@@ -21,7 +21,7 @@ from graphtrain.models.attention.kv_cache import LayerCache, context_length, lay
 from graphtrain.models.attention.operator_region import fused_attention, uses_fused_operator
 from graphtrain.models.attention.positions import frequencies, rotate
 from graphtrain.models.attention.ring import ring_attention
-from graphtrain.models.attention.ring_order import positions
+from graphtrain.models.attention.ring_order import positions, ring_axes
 from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.norms import Norm
 from graphtrain.models.projection import project, project_many
@@ -157,7 +157,7 @@ def _spec(
         window_varies_by_layer=isinstance(window, jax.Array),
         soft_cap=scoring.cap is not None,
         alibi=scoring.slopes is not None,
-        sharded_positions=bool(mesh_axes_of("q_seq") or mesh_axes_of("kv_seq")),
+        sharded_positions=bool(mesh_axes_of("q_seq") or ring_axes()),
         per_replica=bool(jax.typeof(query).mat.varying),
     )
 
@@ -172,7 +172,7 @@ def _without_kernel(
     unroll: int,
 ) -> jax.Array:
     """Compute attention without a kernel: by a ring, a fused region, CPU blocks, or all scores."""
-    if ring := mesh_axes_of("kv_seq"):
+    if ring := ring_axes():
         return ring_attention(query, key, value, scoring, ring, window)
     if uses_fused_operator(scoring):
         return fused_attention(query, key, value, scoring, window)

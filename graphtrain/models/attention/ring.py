@@ -124,15 +124,18 @@ def _shard_mapped(
 ) -> Callable:
     """Wrap `local`, which runs on one device's positions, into a function of global arrays.
 
-    Only `mesh_axes` are manual inside; the rules shard along all other mesh axes.
+    Only `mesh_axes` become manual inside; the rules shard along all other mesh axes. Inside a
+    shard_map over them, the arrays already are one device's.
     """
     ring = _Ring(mesh_axes, context.shape.size(mesh_axes))
+    names = set(mesh_axes) - set(context.manual)
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        with manual_axes(mesh_axes, context):
+        with manual_axes(names, context):
             return local(ring, scoring, *arrays)
 
-    names = set(mesh_axes)
+    if not names:
+        return sequential_vmap(run)
     mapped = jax.shard_map(
         run, mesh=context.current_mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names
     )

@@ -16,21 +16,35 @@ import jax.numpy as jnp
 
 from graphtrain.models.attention import kv_cache
 from graphtrain.models.attention.segment_mask import segment_positions
-from lowering.tracing.constrain import constrain, mesh_axes_of, shards_of
+from lowering.tracing.constrain import constrain, manual_axes_of, mesh_axes_of, shards_of
 from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
+
+
+def ring_axes() -> tuple[str, ...]:
+    """Return the mesh axes that split the keys of a sequence; empty without ring attention.
+
+    A pipeline makes them manual: the arrays are then this device's part of the sequence.
+    """
+    return mesh_axes_of("kv_seq") or manual_axes_of("kv_seq")
 
 
 def positions(length: int) -> jax.Array:
     """Return the position of each element of a sequence, int32 (length,).
 
     Where documents are isolated, return positions in the document, (batch, length). With a KV
-    cache, positions start at the offset of each row, (batch, length).
+    cache, positions start at the offset of each row, (batch, length). Where a ring's mesh axes are
+    manual, `length` and the result are this device's.
     """
     if (document_positions := segment_positions()) is not None:
         return document_positions
     if (cache_positions := kv_cache.cache_positions(length)) is not None:
         return cache_positions
+    if ring := manual_axes_of("kv_seq"):
+        index, devices = jax.lax.axis_index(ring), jax.lax.axis_size(ring)
+        chunk = jnp.arange(length // 2)
+        ends = (chunk + len(chunk) * part for part in (index, 2 * devices - 1 - index))
+        return jnp.concatenate([*ends])
     devices = shards_of("kv_seq")
     if devices == 1:
         return jnp.arange(length)
