@@ -130,11 +130,11 @@ class WeightCopies(NamedTuple):
         return (*self.batch, *self.positions)
 
 
-def weight_copies(rules: Rules, mesh: MeshShape, seq_len: int) -> WeightCopies:
+def weight_copies(rules: Rules, mesh: MeshShape, schedule: Schedule, seq_len: int) -> WeightCopies:
     """Return the mesh axes over which gradients can be summed once, after a pipeline's last tick.
 
-    Positions are among them with ring attention alone, and where the stages can share the loss of
-    each device's positions.
+    Positions are among them with ring attention alone, and with 1f1b where the stages can share the
+    loss of each device's positions.
     """
     weight_axes = {name for names in rules.parameters.values() for name in names}
 
@@ -144,7 +144,7 @@ def weight_copies(rules: Rules, mesh: MeshShape, seq_len: int) -> WeightCopies:
 
     batch = tuple(name for name in split("batch") if name not in weight_axes)
     ring = split("kv_seq")
-    is_shared = seq_len % mesh.size((*split("stages"), *ring)) == 0
+    is_shared = schedule != "1f1b" or seq_len % mesh.size((*split("stages"), *ring)) == 0
     replicates = ring == split("seq") and weight_axes.isdisjoint(ring)
     return WeightCopies(batch, ring if replicates and is_shared else ())
 

@@ -64,11 +64,11 @@ def _gradient_in_pipeline(
         yield from _lookup_gradient(program, weight, (*tokens, "stage"), passes.embeddings)
         if not is_tied(program, weight):
             return
-    by_hand = weight_copies(program.rules, mesh, program.batch.seq_len)
+    by_hand = weight_copies(program.rules, mesh, program.pipeline.schedule, program.batch.seq_len)
     copies = () if program.model.moe else tuple(a for a in tokens if a in by_hand.all)
     now = tuple(axis for axis in tokens if axis not in copies)
     times = passes.layers if weight.in_layers else passes.heads
-    yield from _gradient_of_product(program, weight, now, times)
+    yield from _gradient_of_product(program, weight, now, times, summed_later=copies)
     axes = copies if weight.in_layers else (*copies, "stage")  # an explicit collective
     total = layers_per_device(program, weight) * size / mesh.size(_scattered(weight, now))
     yield collective("all-reduce", axes, 1, total, mesh=mesh, dtype="f32")
@@ -85,12 +85,13 @@ def _gradient_of_product(
     tokens: Axes,
     times: int,
     deferred: bool = False,
+    summed_later: Axes = (),
 ) -> Iterator[Collective]:
     """Yield the sum of the gradient of a matrix product, norm or bias over axes of tokens."""
     scattered = _scattered(weight, tokens)
     others = tuple(axis for axis in tokens if axis not in scattered)
     residual = splitting_axes(program.rules.activations, ("residual",), program.mesh)
-    vector_axes = {*others, *residual} - set(weight.in_use)
+    vector_axes = {*others, *residual} - {*weight.in_use, *summed_later}
     is_small = _is_vector(weight) and not deferred and not vector_axes <= set(weight.optimizer)
     if is_small:
         size = 4 * weight.elements_per_layer

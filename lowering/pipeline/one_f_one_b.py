@@ -37,7 +37,7 @@ def one_f_one_b_gradients(
     `last` runs directly after the last stage; every stage computes 1/S of the positions, whose
     number must be a multiple of S.
     """
-    axes = pipeline.axes(jax.tree.leaves(microbatches)[0].shape[2])
+    axes = pipeline.axes("1f1b", microbatches)
     ring, copies, manual = axes.ring, axes.copies, axes.all
     summed = {"stages": copies.all, "last": manual}
 

@@ -40,7 +40,7 @@ from jax.sharding import PartitionSpec
 from lowering.pipeline.ring import Ring
 from lowering.tracing.constrain import mesh_axes_of, placement
 from lowering.trees import Tree
-from sharding_rules.pipeline import WeightCopies, weight_copies
+from sharding_rules.pipeline import Schedule, WeightCopies, weight_copies
 
 
 class ManualAxes(NamedTuple):
@@ -109,15 +109,16 @@ class Pipeline:
             (reported, jax.tree.map(lambda array: array.sum(0) / copies, stage_metrics)),
         )
 
-    def axes(self, length: int) -> ManualAxes:
-        """Return the mesh axes of the loop's shard_map, for sequences of `length` positions."""
+    def axes(self, schedule: Schedule, microbatches: Tree) -> ManualAxes:
+        """Return the mesh axes of the loop's shard_map."""
         current = placement()
         assert current is not None, "a pipeline outside placed"
         (stage,) = mesh_axes_of("stages")
         ring = Ring(stage, current.shape.axes[stage])
         if self.mixes_sequences:
             return ManualAxes(ring)
-        copies = weight_copies(current.rules, current.shape, length)
+        length = jax.tree.leaves(microbatches)[0].shape[2]
+        copies = weight_copies(current.rules, current.shape, schedule, length)
         return ManualAxes(ring, copies if self.splits_positions else copies._replace(positions=()))
 
     def parameter_specs(self, ring: Ring) -> Tree:

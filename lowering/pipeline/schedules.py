@@ -30,7 +30,7 @@ def pipeline_loss(pipeline: Pipeline, parameters: Tree, microbatches: Tree) -> P
 
     With several rounds this is the circular schedule, with one round GPipe.
     """
-    axes = pipeline.axes(jax.tree.leaves(microbatches)[0].shape[2])
+    axes = pipeline.axes("circular", microbatches)
     ring, copies, manual = axes.ring, axes.copies, axes.all
 
     def device(parameters: Tree, queue: jax.Array, block: Tree) -> PipelineLoss:
