@@ -8,7 +8,8 @@ from sharding_rules.axes import ARRAY_AXES, check_axes
 from sharding_rules.errors import ShardingError
 
 # frozen: weights without gradients and optimizer state, sharded by the rules of parameters.
-Role = Literal["parameter", "frozen", "gradient", "optimizer", "activation"]
+# constant: values among the parameters that no step changes, such as buffers of an imported model.
+Role = Literal["parameter", "constant", "frozen", "gradient", "optimizer", "activation"]
 
 Memory = Literal["device", "host"]
 

@@ -42,7 +42,10 @@ def make_optimizer(
     if optimizer.clip_norm:
         transforms["clip"] = _clip(optimizer.clip_norm)
     decays = jax.tree.map(
-        lambda spec: optimizer.decay_mask == "all" or _is_matrix(spec), parameters
+        lambda spec: (
+            spec.role != "constant" and (optimizer.decay_mask == "all" or _is_matrix(spec))
+        ),
+        parameters,
     )
     if optimizer.kind == "schedule_free":
         transforms["schedule_free"] = schedule_free(optimizer, decays)
@@ -55,6 +58,8 @@ def make_optimizer(
         if optimizer.weight_decay and optimizer.custom is None:
             transforms["decay"] = optax.add_decayed_weights(optimizer.weight_decay, decays)
         transforms["rate"] = _descend()
+    if any(spec.role == "constant" for spec in flatten(parameters).values()):
+        transforms["constants"] = _keep_constants(parameters)
     if optimizer.ema_decay is not None:
         transforms[EMA] = _average(optimizer.ema_decay)
     return optax.named_chain(*transforms.items())
@@ -101,6 +106,20 @@ def _descend() -> optax.GradientTransformationExtraArgs:
         return jax.tree.map(lambda update: -given["learning_rate"] * update, updates), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def _keep_constants(parameters: Tree) -> optax.GradientTransformation:
+    """Build the removal of updates of arrays that no step changes, whatever the optimizer."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:  # optax's names
+        kept = jax.tree.map(
+            lambda update, spec: jnp.zeros_like(update) if spec.role == "constant" else update,
+            updates,
+            parameters,
+        )
+        return kept, state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 def _average(decay: float) -> optax.GradientTransformation:

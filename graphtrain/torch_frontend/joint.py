@@ -121,7 +121,9 @@ def _fake_inputs(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
     """Return empty parameters, buffers and tokens, on the CPU, for a FakeTensorMode."""
     parameters = {
-        name: torch.empty(parameter.shape, dtype=getattr(torch, dtype)).requires_grad_()
+        name: torch.empty(
+            parameter.shape, dtype=getattr(torch, dtype) if parameter.requires_grad else None
+        ).requires_grad_()
         for name, parameter in meta.parameters().items()
     }
     buffers = {name: torch.empty_like(buffer) for name, buffer in meta.buffers.items()}

@@ -3,27 +3,42 @@
 Random and empty tensors are created on PyTorch's device "meta", which allocates nothing. Values
 computed from constants, such as rotary frequencies, are real. The in-place operations by which the
 constructor initialises parameters are recorded, and the init graph repeats them on real arrays.
+A parameter may be a copy of a value computed from random tensors; that computation is recorded too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 from graphtrain.errors import ImportedModelError
+from graphtrain.torch_frontend.random_values import RandomValues
 
 _UNINITIALIZED = (torch.empty, torch.randn, torch.rand, torch.normal, torch.empty_strided)
 # Methods of tensors and functions of torch.nn.init that overwrite all previous values.
 _OVERWRITING = (
     *("normal_", "uniform_", "zero_", "fill_", "copy_", "exponential_", "log_normal_"),
-    *("constant_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_"),
+    *("constant_", "orthogonal_", "kaiming_uniform_", "kaiming_normal_"),
+    *("xavier_uniform_", "xavier_normal_"),
 )
+ORTHOGONAL = "orthogonal_"
+# transformers replaces functions of torch.nn.init by its own while it builds a model.
+_INIT_MODULES = ("torch.nn.init", "transformers.initialization")
+_METHODS = ("normal_", "copy_", "zero_", "fill_")
+_UNKNOWN = "unknown"  # argument whose value depends on weights
+_VIEWS = ("view", "view_as")  # of all of a parameter
+_DATA = torch.Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
+# In-place operators as the methods that they are.
+_OPERATORS = {"__iadd__": "add_", "__isub__": "sub_", "__imul__": "mul_", "__itruediv__": "div_"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +79,7 @@ def build_on_meta(factory: Callable[[], torch.nn.Module]) -> MetaModule:
         ImportedModelError: the factory returns no module, or a buffer is random.
     """
     recorder = _Recorder()
-    with recorder:
+    with recorder, recorder.orthogonal_matrices():
         module = factory()
     if not isinstance(module, torch.nn.Module):
         raise ImportedModelError(
@@ -89,6 +104,8 @@ class _Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._changes: dict[int, list[InitOperation]] = {}
+        self._random = RandomValues()
+        self._aliases: dict[int, torch.nn.Parameter] = {}  # by the id of a parameter's .data
         self._seen: list[torch.Tensor] = []  # referenced, so that ids stay unique
 
     def __torch_function__(
@@ -99,10 +116,33 @@ class _Recorder(TorchFunctionMode):
         if func in _UNINITIALIZED and _on_host(kwargs.get("device")):
             kwargs["device"] = "meta"
         first = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by name
-        if isinstance(first, torch.nn.Parameter) and name[-1:] == "_" and name[-2:] != "__":
-            is_torch_init = getattr(func, "__module__", "") == "torch.nn.init"
-            self._record(first, name, args[1:], kwargs, is_torch_init)
-        return func(*args, **kwargs)
+        changed = self._aliases.get(id(first), first)
+        name = _OPERATORS.get(name, name)
+        if isinstance(changed, torch.nn.Parameter) and name[-1:] == "_" and name[-2:] != "__":
+            module = getattr(func, "__module__", "")
+            # The methods of tensors have other names for their arguments than torch.nn.init.
+            is_torch_init = module in _INIT_MODULES and name not in _METHODS
+            self._record(changed, name, args[1:], kwargs, is_torch_init)
+        result = func(*args, **kwargs)
+        if (func == _DATA or name in _VIEWS) and isinstance(first, torch.nn.Parameter):
+            self._aliases[id(result)] = first
+            self._seen.append(result)
+        elif not isinstance(changed, torch.nn.Parameter) or result is not first:
+            self._random.record(func, args, kwargs, result)
+        return result
+
+    @contextmanager
+    def orthogonal_matrices(self) -> Iterator[None]:
+        """Record orthogonal_, which PyTorch computes from a matrix that has no data here."""
+
+        def orthogonal(tensor: torch.Tensor, gain: float = 1, **_: Any) -> torch.Tensor:
+            self._record(tensor, ORTHOGONAL, (gain,), {}, True)
+            return tensor
+
+        with ExitStack() as stack:
+            for module in filter(None, map(sys.modules.get, _INIT_MODULES)):
+                stack.enter_context(mock.patch.object(module, ORTHOGONAL, orthogonal))
+            yield
 
     def _record(
         self, parameter: Any, name: str, args: tuple, kwargs: dict, is_torch_init: bool
@@ -115,9 +155,19 @@ class _Recorder(TorchFunctionMode):
         if name in _OVERWRITING:
             self._changes[id(parameter)].clear()
         kwargs = {key: value for key, value in kwargs.items() if key not in ("generator", "tensor")}
-        arguments = tuple(_to_plain_value(arg) for arg in args)
-        settings = tuple((key, _to_plain_value(value)) for key, value in sorted(kwargs.items()))
+        arguments = tuple(self._to_plain_value(arg) for arg in args)
+        settings = tuple(
+            (key, self._to_plain_value(value)) for key, value in sorted(kwargs.items())
+        )
         self._changes[id(parameter)].append(InitOperation(name, arguments, settings, is_torch_init))
+
+    def _to_plain_value(self, value: Any) -> Any:
+        """Convert tensors to Python scalars, NumPy arrays, or the computation of random ones."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.is_meta:
+            return self._random.value_of(value) or _UNKNOWN
+        return value.item() if value.numel() == 1 else np.array(value.detach().float())
 
     def initializer(self, parameter: torch.Tensor) -> tuple[InitOperation, ...]:
         """Return the operations that initialise a parameter; empty if unknown."""
@@ -127,18 +177,19 @@ class _Recorder(TorchFunctionMode):
             if values.numel() and bool((values == values.reshape(-1)[0]).all()):
                 return (InitOperation("fill_", (float(values.reshape(-1)[0]),)),)
             return (InitOperation("copy_", (values.numpy().copy(),)),)
-        return tuple(changes) if changes and changes[0].method in _OVERWRITING else ()
+        known = changes and changes[0].method in _OVERWRITING
+        if not known or any(_UNKNOWN in map(_identity, change.arguments) for change in changes):
+            return ()
+        return tuple(changes)
 
 
 def _on_host(device: Any) -> bool:
     return device is None or torch.device(device).type == "cpu"
 
 
-def _to_plain_value(value: Any) -> Any:
-    """Convert tensors to Python scalars or NumPy arrays."""
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else np.array(value.detach().float())
-    return value
+def _identity(value: Any) -> Any:
+    """Return a value that can be compared: arrays are never the marker of unknown values."""
+    return None if isinstance(value, np.ndarray) else value
 
 
 def parameter_count(module: MetaModule) -> int:

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +32,13 @@ from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks, find_stacks
 from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment, call_module
 from graphtrain.torch_frontend.joint import find_writes_through_views, trace_joint
 from graphtrain.torch_frontend.load_balancing import LoadBalancing
-from graphtrain.torch_frontend.meta_module import InitOperation, MetaModule, build_on_meta
+from graphtrain.torch_frontend.meta_module import (
+    ORTHOGONAL,
+    InitOperation,
+    MetaModule,
+    build_on_meta,
+)
+from graphtrain.torch_frontend.random_values import RandomValue
 from graphtrain.torch_frontend.recorded_modules import record_modules
 from graphtrain.torch_frontend.scan_blocks import BlocksDiffer, Scan, ScanHooks, scanning_blocks
 from graphtrain.torch_frontend.silent_failures import user_code_error
@@ -70,7 +77,7 @@ def open_uncached(model: TorchModel) -> OpenedModel:
         ImportedModelError: the module cannot be built or traced.
     """
     meta = build_on_meta(factory(model))
-    _check_parameters(meta)
+    _check_parameters(meta, allow_frozen=model.hf is not None)
     assert model.vocab is not None
     axes, balance = (
         name_axes(meta.module, model.vocab, model.axes),
@@ -132,6 +139,8 @@ def factory(model: TorchModel) -> Callable[[], torch.nn.Module]:
         ImportedModelError: the config or the factory cannot be read or imported.
     """
     if model.hf is not None:
+        # It keeps the functions of torch.nn.init that it finds, so never those of a recorder.
+        importlib.import_module("transformers.initialization")
         from graphtrain.torch_frontend.transformers_model import from_config
 
         config = read_config(model.hf, model.overrides)
@@ -176,11 +185,12 @@ def _import_module(name: str) -> Any:
     return module
 
 
-def _check_parameters(meta: MetaModule) -> None:
-    if not meta.parameters():
+def _check_parameters(meta: MetaModule, *, allow_frozen: bool) -> None:
+    if not any(parameter.requires_grad for parameter in meta.parameters().values()):
         raise ImportedModelError(f"{type(meta.module).__name__} has no parameters to train")
     for name, parameter in meta.parameters().items():
-        if not parameter.requires_grad or not parameter.is_floating_point():
+        frozen = not parameter.requires_grad and not allow_frozen
+        if frozen or not parameter.is_floating_point():
             raise ImportedModelError(
                 f"parameter {name} does not require a gradient or is not floating point, but all "
                 "parameters of an imported model are trained: register it as a buffer, or set "
@@ -242,7 +252,8 @@ class OpenedModel:
                 )
             if self.is_stacked(path):
                 shape, axes = (len(names), *shape), ("layers", *axes)
-            specs[path] = ArraySpec(shape, axes, "float32", "parameter")
+            role = "parameter" if parameters[names[0]].requires_grad else "constant"
+            specs[path] = ArraySpec(shape, axes, "float32", role)
         return specs
 
     def check(self) -> None:
@@ -352,6 +363,7 @@ class OpenedModel:
         """Cast parameters to the dtype of the computation, except token embeddings and LM heads.
 
         Gradients of embedding rows are summed in the dtype of the table, so it stays float32.
+        Values that are not trained stay float32, as buffers do, and get no gradient.
         Stacked parameters with deferred gradients are cast inside the scan over the blocks.
         """
         specs, dtype = self.specs(), self.settings.dtype
@@ -359,6 +371,8 @@ class OpenedModel:
         def cast(path: str, array: Any) -> Any:
             if self.is_stacked(path) and isinstance(array, DeferredGradient):
                 return array
+            if specs[path].role == "constant":
+                return jax.lax.stop_gradient(attach_reductions(array))
             array = attach_reductions(array)
             return array if "vocab" in specs[path].axes else array.astype(dtype)
 
@@ -456,8 +470,11 @@ class OpenedModel:
         joint = trace_joint(self.meta, settings.dtype, tokens.shape, self.call, training=training)
         environment = StrictEnvironment(settings.dtype, settings.vocab)
         graph = StrictGraph(joint, self.meta.buffers, environment, self.embed, settings.remat)
+        specs = self.specs()
         by_name = {
-            names[0]: arrays[path].astype(settings.dtype)
+            names[0]: arrays[path]
+            if specs[path].role == "constant"
+            else arrays[path].astype(settings.dtype)
             for path, names in self.parameter_names_by_path().items()
         }
         out = graph.logits(by_name, tokens, jax.random.key(0) if key is None else key)
@@ -568,8 +585,15 @@ def _initial_array(
         for operation in operations:
             if operation.method == "copy_":
                 (values,) = operation.arguments
-                filled = jnp.broadcast_to(jnp.asarray(values, jnp.float32), shape)
+                if isinstance(values, RandomValue):
+                    values = values.compute().jax()  # pyright: ignore[reportAttributeAccessIssue]
+                array = jnp.asarray(values, jnp.float32)
+                same_size = array.size == math.prod(shape)
+                filled = array.reshape(shape) if same_size else jnp.broadcast_to(array, shape)
                 private_torch.set_array(tensor, filled)
+            elif operation.method == ORTHOGONAL:
+                draw = jax.nn.initializers.orthogonal(*operation.arguments)
+                private_torch.set_array(tensor, draw(environment.get_and_rotate_prng_key(), shape))
             else:
                 operation.apply(tensor)
     return tensor.jax()

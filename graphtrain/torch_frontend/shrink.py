@@ -9,6 +9,7 @@ from graphtrain.config.hf_config import read_config
 from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend.meta_module import build_on_meta, parameter_count
 from graphtrain.torch_frontend.model import factory
+from graphtrain.torch_frontend.transformers_model import with_special_floats
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import TorchModel
@@ -45,7 +46,9 @@ def _small_overrides(config: dict[str, Any]) -> dict[str, Any]:
     """Return overrides for few layers and narrow heads; ratios and layer types are unchanged."""
     from transformers import AutoConfig
 
-    settings = {name: value for name, value in config.items() if name != "model_type"}
+    settings = with_special_floats(
+        {name: value for name, value in config.items() if name != "model_type"}
+    )
     hf_config = AutoConfig.for_model(config["model_type"], **settings)
     heads, kv_heads = hf_config.num_attention_heads, getattr(hf_config, "num_key_value_heads", None)
     group = heads // kv_heads if kv_heads else 1

@@ -23,7 +23,14 @@ _SOURCES = (
     *("attention.py", "axes.py", "blocks.py", "bridge.py", "decode.py", "experts.py"),
     *("functions.py", "hf_attention.py", "joint.py", "language_model.py", "load_balancing.py"),
     *("meta_module.py", "model.py", "names.toml", "pipeline_parts.py", "private_torch.py"),
-    *("recorded_modules.py", "scan_blocks.py", "silent_failures.py", "source.py", "strict.py"),
+    *(
+        "random_values.py",
+        "recorded_modules.py",
+        "scan_blocks.py",
+        "silent_failures.py",
+        "source.py",
+        "strict.py",
+    ),
     "transformers_model.py",
 )
 

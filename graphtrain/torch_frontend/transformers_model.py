@@ -26,7 +26,9 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
     from graphtrain.torch_frontend import hf_attention
 
     logging.set_verbosity_error()
-    settings = {name: value for name, value in config.items() if name != "model_type"}
+    settings = with_special_floats(
+        {name: value for name, value in config.items() if name != "model_type"}
+    )
     model_type = config["model_type"]
     if settings.pop("quantization_config", None):
         raise ImportedModelError(
@@ -54,7 +56,36 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
         hf_attention.register()
         options["attn_implementation"] = hf_attention.IMPLEMENTATION
     with _explain_config_errors(model_type):
-        return AutoModelForCausalLM.from_config(hf_config, **options)
+        model = AutoModelForCausalLM.from_config(hf_config, **options)
+    store_buffers_as_parameters(model)
+    return model
+
+
+def with_special_floats(value: Any) -> Any:
+    """Replace what config.json has in place of infinity and NaN, which JSON has not."""
+    if isinstance(value, dict):
+        if list(value) == ["__float__"]:
+            return float(value["__float__"])
+        return {name: with_special_floats(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [with_special_floats(inner) for inner in value]
+    return value
+
+
+def store_buffers_as_parameters(module: torch.nn.Module) -> None:
+    """Replace persistent floating-point buffers by parameters without a gradient.
+
+    Checkpoints contain their values, such as the bias by which DeepSeek-V3 selects experts. As
+    parameters, they are read, stored and exported like weights. Other buffers are constants of the
+    model.
+    """
+    stored = module.state_dict().keys()
+    for name, buffer in list(module.named_buffers()):
+        if name in stored and buffer.is_floating_point():
+            owner, _, attribute = name.rpartition(".")
+            inner = module.get_submodule(owner)
+            delattr(inner, attribute)
+            inner.register_parameter(attribute, torch.nn.Parameter(buffer, requires_grad=False))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ and ups of all experts, and one of their downs.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -36,6 +36,12 @@ class ModuleFiles:
         renamed = {name.replace(*_RENAMED): name for name in files.names if _RENAMED[0] in name}
         self._stored = {name: name for name in files.names} | renamed
         self.names = (*self._stored, *self._stacked)
+
+    def sources(self, name: str) -> Iterable[str]:
+        """Return the names in the folder of what a tensor is made of."""
+        if name in self._stored:
+            return [self._stored[name]]
+        return [part for parts in self._stacked[name] for part in parts]
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._stored:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphtrain.config.resolve import ResolvedProgram, layer_rows
-from graphtrain.config.schema import Model, Run
+from graphtrain.config.schema import Model, Run, TorchModel
 from graphtrain.errors import WeightsError
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.shapes import parameter_arrays
@@ -40,7 +40,7 @@ def open_initial_weights(model: Model, run: Run) -> WeightSource | HuggingFaceWe
         return None
     directory = Path(run.init_from)
     if open_language_model(model).uses_module_names:
-        return HuggingFaceWeights(directory)
+        return HuggingFaceWeights(directory, model if isinstance(model, TorchModel) else None)
     weights = open_weights(directory)
     source_model, run_model = weights.model, model
     if run_model.vocab < source_model.vocab:

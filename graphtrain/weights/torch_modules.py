@@ -7,7 +7,7 @@ their names, which differ in the layer index.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,16 @@ import numpy as np
 from graphtrain.config.hf_config import read_config
 from graphtrain.errors import WeightsError
 from graphtrain.weights.expert_files import Index, ModuleFiles
-from graphtrain.weights.files import open_weight_files
+from graphtrain.weights.files import WeightFiles, open_weight_files
+from lowering.machine.extras import optional_import
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten
 
 if TYPE_CHECKING:
     from graphtrain.config.resolve import ResolvedProgram
     from graphtrain.config.schema import TorchModel
+    from graphtrain.torch_frontend.meta_module import MetaModule
+    from graphtrain.weights.published import PublishedFiles
     from sharding_rules.pipeline import Stages
 
 Fill = Callable[[Tree, Callable[[str, tuple[int, ...], Index], np.ndarray]], Tree]
@@ -34,16 +37,23 @@ _RENAMED = {"lm_head.weight": "embed_out.weight"}
 class HuggingFaceWeights:
     """Weights in a folder that transformers can load, for a run of an imported model.
 
+    Args:
+        directory: The folder.
+        model: The imported model, to convert weights that are published in another form than its
+            module has, and to recognise tensors that it does not read.
+
     Raises:
         WeightsError: the folder does not exist, or contains no weights.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, model: TorchModel | None = None) -> None:
         """Open the folder; tensors are read later."""
         if not directory.is_dir():
             raise WeightsError(f"run.init_from: the folder {directory} does not exist")
         self.side = directory  # folder of config.json and the tokenizer
-        self._directory, self._folder = directory, ModuleFiles(open_weight_files(directory))
+        self._files, self._model = open_weight_files(directory), model
+        self._directory = directory
+        self._folder: ModuleFiles | PublishedFiles = ModuleFiles(self._files)
 
     def parameters(self, described: Tree, fill: Fill, stages: Stages | None = None) -> Tree:
         """Read the parameters onto their devices; only the shards of this process are read.
@@ -54,10 +64,11 @@ class HuggingFaceWeights:
             stages: pipeline stages that the layer rows are ordered for.
 
         Raises:
-            WeightsError: a parameter is missing in the folder, or has another shape there.
+            WeightsError: a parameter is missing in the folder, or has another shape there; or the
+                folder has a tensor that the model does not have.
         """
         shapes = {path: tuple(leaf.shape) for path, leaf in flatten(described).items()}
-        names = {path: self._names(path, shape, stages) for path, shape in shapes.items()}
+        names = self._all_names(shapes, stages)
 
         def read(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
             tensor_names = names[path]
@@ -73,6 +84,53 @@ class HuggingFaceWeights:
             return np.stack(rows).reshape(*row_names.shape, *rows[0].shape)
 
         return fill(described, read)
+
+    def _all_names(
+        self, shapes: Mapping[str, tuple[int, ...]], stages: Stages | None
+    ) -> dict[str, str | np.ndarray]:
+        """Return the names of each array's tensors; every tensor of the folder is read.
+
+        PyTorch and transformers are imported only if some names are not those of the module.
+        """
+
+        def names_by_path() -> dict[str, str | np.ndarray]:
+            return {path: self._names(path, shape, stages) for path, shape in shapes.items()}
+
+        model = self._model
+        if model is None:
+            return names_by_path()
+        try:
+            names = names_by_path()
+        except WeightsError:
+            if model.hf is None:
+                raise
+            names = None
+        if names is not None and not self._unread(names):
+            return names
+        module = _module_of(model)
+        if model.hf is not None:
+            with optional_import("run.init_from: a folder with other names than the module", "hf"):
+                from graphtrain.weights.published import PublishedFiles
+
+            self._folder = PublishedFiles(self._files, module.module)
+            names, unread = names_by_path(), self._folder.unread
+        else:
+            assert names is not None
+            stored = module.module.state_dict()
+            unread = [name for name in self._unread(names) if name not in stored]
+        _refuse([*unread, *_changed_buffers(module, self._files)], self._directory)
+        return names
+
+    def _unread(self, names: Mapping[str, str | np.ndarray]) -> list[str]:
+        """Return the tensors of the folder that are in no array."""
+        read = {
+            source
+            for array in names.values()
+            for name in (np.array(array, object).ravel())
+            if name is not None
+            for source in self._folder.sources(name)
+        }
+        return [name for name in self._files.names if name not in read]
 
     def _part(self, name: str | None, index: Index) -> np.ndarray:
         if name is None:  # a padding row of a stage
@@ -105,6 +163,45 @@ class HuggingFaceWeights:
         )
         raise WeightsError(
             f"run.init_from: {self._directory} does not contain {dotted} of shape {shape}{hint}"
+        )
+
+
+def _module_of(model: TorchModel) -> MetaModule:
+    """Build the module without weights."""
+    purpose = "run.init_from: a folder with tensors that are no parameters of the module"
+    with optional_import(purpose, "torch"):
+        from graphtrain.torch_frontend.meta_module import build_on_meta
+        from graphtrain.torch_frontend.model import factory
+    return build_on_meta(factory(model))
+
+
+def _changed_buffers(module: MetaModule, files: WeightFiles) -> list[str]:
+    """Return the persistent buffers whose values in the folder are not those of the module.
+
+    Such buffers are constants of the compiled program.
+    """
+    stored = module.module.state_dict().keys() & set(files.names)
+    return [
+        name
+        for name, buffer in module.buffers.items()
+        if name in stored
+        and not np.array_equal(files.read(name).astype(np.float64), buffer.double().numpy())
+    ]
+
+
+def _refuse(names: list[str], directory: Path) -> None:
+    """Refuse a folder with tensors that nothing reads.
+
+    Raises:
+        WeightsError: there are such tensors.
+    """
+    if names:
+        from graphtrain.weights.convert import first_names
+
+        raise WeightsError(
+            f"run.init_from: {directory} contains {first_names(sorted(names))}, which the model "
+            "does not read, so that its results would differ; check that program.model.hf and "
+            "its overrides are those of this folder"
         )
 
 
@@ -182,8 +279,14 @@ def export(
     lowering.backend(host).compile_devices(host)  # keeps JAX from initialising other devices
     opened, stages = TorchLanguageModel(model).opened(), program.stages
     shapes = {name: tuple(parameter.shape) for name, parameter in opened.meta.parameters().items()}
+    published = None
+    if model.hf is not None:
+        from graphtrain.weights.published import SavedTensors
+
+        published = SavedTensors(opened.meta.module, shapes)
+    tensors = published.shapes if published else shapes
     writer = SafetensorsWriter(
-        destination, {name: (np.dtype(np.float32), s) for name, s in shapes.items()}
+        destination, {name: (np.dtype(np.float32), shape) for name, shape in tensors.items()}
     )
     stored = opened.parameter_names_by_path()
     for num_written, (path, names) in enumerate(stored.items()):
@@ -191,10 +294,11 @@ def export(
         array = restore_array(directory / "checkpoints", step, f"parameters/{path}")
         rows = _block_rows(array, stages) if opened.is_stacked(path) else array[None]
         for name, row in zip(names, rows, strict=True):
-            writer.write(name, row)
+            for written, tensor in published.add(name, row) if published else [(name, row)]:
+                writer.write(written, tensor)
     writer.close()
-    num_parameters = sum(int(np.prod(shape)) for shape in shapes.values())
-    return _write_config(model, destination), num_parameters, len(shapes)
+    num_parameters = sum(int(np.prod(shape)) for shape in tensors.values())
+    return _write_config(model, destination), num_parameters, len(tensors)
 
 
 def _block_rows(array: np.ndarray, stages: Stages | None) -> np.ndarray:

@@ -142,3 +142,17 @@ def test_matrices_of_one_shape_are_moved_together_and_replicas_take_what_is_left
     (group,) = group_matrices(specs, rules, MeshShape({"data": 8, "tensor": 2}))
     assert group.moves == (Move("tensor", 2, 2), Move("data", 8, None))
     assert group.count == 4 and group.padded_count == 16
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lion", "adafactor"])
+def test_constants_among_the_parameters_stay_bit_for_bit(kind):
+    specs = {"bias": ArraySpec((4,), (None,), role="constant"), "w": ArraySpec((4,), ("embed",))}
+    settings = Optimizer(kind=kind, weight_decay=0.5, decay_mask="all", ema_decay=0.9)
+    optimizer = make_optimizer(settings, specs)
+    parameters = {name: jnp.array([0.1, 1 / 3, -7.0, 1e-9]) for name in specs}
+    gradients = {"bias": jnp.zeros(4), "w": jnp.ones(4)}
+    update = jax.jit(optimizer.update)
+    updates, state = update(gradients, optimizer.init(parameters), parameters, learning_rate=0.1)
+    assert not updates["bias"].any()
+    assert updates["w"].all()
+    assert jnp.array_equal(flatten(pack(state))["ema/bias"], parameters["bias"])

@@ -287,3 +287,22 @@ class GivenBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.up(x).tanh()) * beside
+
+
+class TimeSteps(torch.nn.Module):
+    """A bias that begins as the inverse softplus of random time steps, as in Mamba."""
+
+    def __init__(self, vocab: int = 16) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(vocab, EMBED)
+        self.head = torch.nn.Linear(EMBED, vocab)
+        self.bias = torch.nn.Parameter(torch.empty(4 * EMBED))
+        steps = torch.exp(torch.rand(4 * EMBED) * 2.0 - 3.0).clamp(min=0.06)
+        with torch.no_grad():
+            self.bias.copy_(steps + torch.log(-torch.expm1(-steps)))
+            self.head.weight.data.normal_(std=3.0)
+            self.head.bias.fill_(2.0)
+            self.head.bias /= 4.0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens) * self.bias.mean())

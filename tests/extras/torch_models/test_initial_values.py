@@ -1,0 +1,30 @@
+"""Initial values that a constructor computes, repeated with new random numbers."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from graphtrain.config.schema import TorchModel
+from graphtrain.torch_frontend.model import open_model
+
+MODULES = Path(__file__).with_name("modules.py")
+
+
+def test_a_value_computed_from_random_numbers_is_drawn_anew():
+    model = TorchModel(torch=f"{MODULES}:TimeSteps", vocab=16, dtype="float32", remat="none")
+    opened = open_model(model)
+    first, second = (opened.initialize(jax.random.key(seed)) for seed in (0, 1))
+    steps = jax.nn.softplus(first["bias"])
+    assert float(steps.min()) >= 0.06 - 1e-6
+    assert float(steps.max()) <= np.exp(-1.0) + 1e-6
+    assert len(np.unique(steps)) > steps.size / 2
+    assert not jnp.array_equal(first["bias"], second["bias"])
+
+
+def test_changes_of_the_data_and_by_operators_are_repeated():
+    model = TorchModel(torch=f"{MODULES}:TimeSteps", vocab=16, dtype="float32", remat="none")
+    initial = open_model(model).initialize(jax.random.key(0))
+    np.testing.assert_array_equal(initial["head"]["bias"], 0.5)
+    assert 2.5 < float(initial["head"]["weight"].std()) < 3.5
