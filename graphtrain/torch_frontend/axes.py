@@ -46,7 +46,8 @@ def name_axes(
         vocab: vocabulary size, the rows of its embedding.
         axes_by_pattern: axes by name pattern from program.model.axes, which take precedence.
     """
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    parameters = dict(module.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     embed = _residual_width(shapes, vocab)
     named: dict[str, NamedAxes] = {}
     for name, shape in shapes.items():
@@ -55,6 +56,10 @@ def name_axes(
         )
         if override is not None:
             named[name] = NamedAxes(tuple(axis or None for axis in override), "settings")
+        elif not parameters[name].requires_grad:  # small, and any block may need all of it
+            named[name] = NamedAxes((None,) * len(shape), "name")
+        elif axes := _without_products(module, name, parameters[name]):
+            named[name] = NamedAxes(axes, "name")
         else:
             named[name] = _by_name(module, name, shape) or _by_shape(
                 name, shape, embed, vocab, shapes
@@ -80,6 +85,31 @@ def _by_name(module: torch.nn.Module, name: str, shape: tuple[int, ...]) -> Name
         if len(axes) == len(shape):
             return NamedAxes(axes, "name")
     return None
+
+
+def _without_products(
+    module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
+) -> Axes | None:
+    """Return the axes of a parameter with dimensions that no matrix product has; None otherwise.
+
+    Convolutions are split by channels; a kernel's positions are never split. Biases of experts,
+    and decay rates as of Mamba's A_log, have several dimensions, but are no matrices: none of their
+    axes is "embed", so that they are not decayed.
+    """
+    shape, owner, last = tuple(parameter.shape), *name.rpartition(".")[::2]
+    inner = module.get_submodule(owner)
+    if isinstance(inner, torch.nn.modules.conv._ConvNd):
+        return ("embed", *(None,) * (len(shape) - 1)) if len(shape) > 1 else None
+    is_vector = (
+        last.endswith("bias")
+        or last == "A_log"
+        or getattr(parameter, "_no_weight_decay", False)
+        or (last != "weight" and sum(size > 1 for size in shape) < 2)
+    )
+    if len(shape) < 2 or not is_vector:
+        return None
+    experts: Axes = ("experts",) if owner.endswith("experts") else (None,)
+    return (*experts, *(None,) * (len(shape) - 1))
 
 
 def _by_shape(
