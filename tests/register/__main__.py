@@ -1,0 +1,100 @@
+"""Make the register: check every causal family of transformers, each in a process of its own.
+
+    python tests/register [--only FAMILY ...] [--again] [--page]
+
+Results are kept in tests/register/results.json after each family, so that a run continues where the
+last one ended; --again checks families anew. --page writes only docs/reference/families.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
+CHECKS = ("trace", "training", "weights", "fsdp")
+_SECONDS, _BYTES = 300, 12 << 30  # of one family
+
+
+def main() -> None:
+    """Parse arguments; check families; write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="FAMILY", help="families to check")
+    parser.add_argument("--again", action="store_true", help="also those that have a result")
+    arguments = parser.parse_args()
+    results = read_results()
+    for family in arguments.only or families():
+        if family in results and not (arguments.again or arguments.only):
+            continue
+        results[family] = check(family)
+        write_results(results)
+        verdicts = " ".join(
+            f"{name}:{'ok' if one['passed'] else 'no'}" for name, one in results[family].items()
+        )
+        print(f"{family}: {verdicts}", flush=True)
+
+
+def families() -> list[str]:
+    """Return every model_type that AutoModelForCausalLM can build."""
+    from transformers.models.auto import modeling_auto
+
+    return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def check(family: str) -> dict[str, Any]:
+    """Check one family in a process with limits of time and memory."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(HERE / "family.py"), family, folder]
+        try:
+            ended = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=_SECONDS,
+                env=environment,
+                check=False,
+                preexec_fn=_limit_memory,
+            )
+            output, fate = ended.stdout, f"the process ended with status {ended.returncode}"
+        except subprocess.TimeoutExpired as expired:
+            output = (expired.stdout or b"").decode()
+            fate = f"not finished after {_SECONDS} s"
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"check"')]
+    found = {one["check"]: {"passed": one["passed"], "words": one["words"]} for one in lines}
+    missing = [name for name in CHECKS if name not in found]
+    if missing and all(one["passed"] for name, one in found.items() if name == "trace"):
+        found[missing[0]] = {"passed": False, "words": fate}
+    return found
+
+
+def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (_BYTES, _BYTES))
+
+
+def read_results() -> dict[str, Any]:
+    """Return the results by family."""
+    return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+
+
+def write_results(results: dict[str, Any]) -> None:
+    """Replace the file of results, whole or not at all."""
+    new = RESULTS.with_suffix(".new")
+    new.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
+    new.replace(RESULTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Small configurations of every causal language model of transformers.
+
+A family's own default configuration is made small by the names that sizes have; kinds of layers,
+activations, norms and routers stay those of the default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCAB = 96
+_EMBED, _HEADS, _KV_HEADS, _HEAD_DIM, _MLP, _EXPERTS = 32, 4, 2, 8, 48, 4
+_LAYERS = 4
+
+# Sizes by the names that families give them; only those that a configuration has are set.
+_SIZES: dict[str, int] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "true_vocab_size"), VOCAB),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size"), _EMBED),
+    **dict.fromkeys(("word_embed_proj_dim", "emb_dim", "dim_model", "lru_width"), _EMBED),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), _LAYERS),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("num_encoder_layers", "num_key_value_shared_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), _HEADS),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), _HEADS),
+    **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), _HEADS),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), _KV_HEADS),
+    **dict.fromkeys(("head_dim", "attention_head_size", "dim_head", "d_kv"), _HEAD_DIM),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), _MLP),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "dim_ff", "d_ff"), _MLP),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("shared_intermediate_size", "expert_ffn_hidden_size"), 24),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), _EXPERTS),
+    **dict.fromkeys(("moe_num_experts", "zero_expert_num"), _EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_groups", "mamba_n_groups"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _HEAD_DIM),
+    **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "mamba_heads"), 4),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _HEAD_DIM),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "seq_length", "n_ctx"), 64),
+    **dict.fromkeys(("max_seq_len", "context_length", "max_source_positions"), 64),
+    **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), 8),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
+    "rotary_dim": 4,
+    "time_step_rank": 4,
+    "mamba_dt_rank": 4,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 8,
+    "hidden_size_per_layer_input": 8,
+    "dim_model_base": _EMBED,
+    "laurel_rank": 8,
+}
+
+# What the rules above do not give, by model_type.
+_OWN: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "ministral": {"head_dim": 8},
+    "reformer": {"is_decoder": True},
+    "zaya": {"num_experts_per_tok": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+}
+
+
+def tiny_config(model_type: str) -> str:
+    """Return the contents of the config.json of a family's small configuration."""
+    from transformers import AutoConfig
+
+    default = AutoConfig.for_model(model_type)
+    names = dict(getattr(default, "attribute_map", {}))
+    small: dict[str, Any] = {}
+    written = default.to_dict()
+    for name, size in _SIZES.items():
+        stored = names.get(name, name)
+        value = written.get(stored)
+        if isinstance(value, int) and not isinstance(value, bool):
+            small[stored] = size
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if written.get(name) is not None:
+            small[name] = 1
+    for name in ("layer_types", "layers_block_type", "block_types", "mlp_layer_types"):
+        if isinstance(kinds := written.get(name), list):
+            small[name] = _few(kinds)
+    if "kv_lora_rank" in small and "num_key_value_heads" in small:
+        small["num_key_value_heads"] = _HEADS  # latent attention expands keys to all heads
+    small |= _OWN.get(model_type, {})
+    return AutoConfig.for_model(model_type, **small).to_json_string(use_diff=False)
+
+
+def _few(kinds: list[str]) -> list[str]:
+    """Return the kinds of few layers in which every kind occurs."""
+    different = list(dict.fromkeys(kinds))
+    return (different * _LAYERS)[:_LAYERS]
