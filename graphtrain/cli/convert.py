@@ -88,9 +88,31 @@ def megatron_to_graphtrain(
     is_flag=True,
     help="Write the moving average of the weights (program.optimizer.ema_decay).",
 )
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Data type of the written weights. [default: that of the initial weights; float32 for "
+    "PyTorch models and models trained from scratch]",
+)
+@click.option(
+    "--max-file-size",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    metavar="GB",
+    help="Maximum size of a file of weights in 10^9 bytes; with more, there are several and an "
+    "index.",
+)
 @json_option
 def graphtrain_to_hf(
-    source: Path, destination: Path, step: StepName, adapter: bool, averaged: bool, as_json: bool
+    source: Path,
+    destination: Path,
+    step: StepName,
+    adapter: bool,
+    averaged: bool,
+    dtype: str | None,
+    max_file_size: float,
+    as_json: bool,
 ) -> None:
     """Convert SOURCE to DESTINATION, a Hugging Face model directory.
 
@@ -100,23 +122,26 @@ def graphtrain_to_hf(
     """
     from graphtrain.checkpoints.pruned import read_checkpoint
     from graphtrain.checkpoints.steps import named_step
-    from graphtrain.weights.convert import export_hugging_face
+    from graphtrain.weights.convert import ExportedFiles, export_hugging_face
     from graphtrain.weights.peft import export_peft
 
     directory, chosen = source / "checkpoints", named_step(source / "checkpoints", step)
     if adapter:
         if averaged:
             raise click.UsageError("--adapter and --averaged exclude each other")
+        if dtype is not None:
+            raise click.UsageError("--adapter writes the dtype of the run; remove --dtype")
         _, summary = read_checkpoint(
             directory, chosen, lambda step: export_peft(source, destination, step)
         )
     else:
+        files = ExportedFiles(dtype, int(max_file_size * 1e9))
         with _progress() as show:
             _, summary = read_checkpoint(
                 directory,
                 chosen,
                 lambda step: export_hugging_face(
-                    source, destination, show, step, averaged=averaged
+                    source, destination, show, step, averaged=averaged, files=files
                 ),
             )
     _print_summary(summary, destination, as_json)

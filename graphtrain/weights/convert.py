@@ -37,12 +37,17 @@ from graphtrain.weights.families.family import (
     to_decoder,
     to_hugging_face,
 )
-from graphtrain.weights.files import DTYPE_CODES, WeightFiles, open_weight_files
+from graphtrain.weights.files import (
+    DTYPE_CODES,
+    WeightFiles,
+    numpy_dtype_of,
+    open_weight_files,
+)
 from graphtrain.weights.hf_record import record_hf_files, verify_hf_files
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.sources import HF_FILES, checkpoint_step, stored_name
 from graphtrain.weights.tokenizer import describe_tokenizer
-from graphtrain.weights.writer import SafetensorsWriter
+from graphtrain.weights.writer import MAX_FILE_BYTES, SafetensorsWriter
 from sharding_rules.documents import DocumentError, read_bytes
 
 Progress = Callable[
@@ -59,6 +64,18 @@ class ConversionSummary:
     parameters: int  # number of parameters
     arrays: int  # number of arrays
     dtype: str
+
+
+@dataclass(frozen=True)
+class ExportedFiles:
+    """The form of exported weights."""
+
+    dtype: str | None = None  # None: as of the initial weights, or float32
+    max_file_bytes: int = MAX_FILE_BYTES  # of one file; several have an index
+
+    @property
+    def numpy_dtype(self) -> np.dtype | None:
+        return None if self.dtype is None else numpy_dtype_of("--dtype", self.dtype)
 
 
 def import_hugging_face(source: Path, destination: Path, progress: Progress) -> ConversionSummary:
@@ -111,6 +128,7 @@ def export_hugging_face(
     step: int | None = None,
     *,
     averaged: bool = False,
+    files: ExportedFiles | None = None,
 ) -> ConversionSummary:
     """Convert a converted folder or a run into a folder that transformers can load.
 
@@ -124,18 +142,20 @@ def export_hugging_face(
         progress: called for each group of arrays.
         step: step of the run's checkpoint; None for the last.
         averaged: whether to export the moving average of the run's weights.
+        files: dtype and size of the written files; by default those of ExportedFiles.
 
     Raises:
         WeightsError: no family can express the model, the source is incomplete, or it has no
             moving average.
     """
+    files = files or ExportedFiles()
     if (run := _run_of_pytorch(source)) is not None:
         if averaged:
             raise WeightsError(
                 f"{source}: --averaged does not read runs of PyTorch models; make a run of the "
                 "averaged weights first (graphtrain convert reshard --averaged)"
             )
-        return _export_torch_model(run, source, destination, progress, step)
+        return _export_torch_model(run, source, destination, progress, step, files)
     weights = open_weights(source, step, averaged=averaged)
     # For a model trained from scratch, the folder may contain only a tokenizer.
     config = read_config(weights.side) if (weights.side / "config.json").is_file() else None
@@ -145,11 +165,12 @@ def export_hugging_face(
     default_dtype = np.dtype(_config_dtype(config))
     arrays = {}
     for layer_weights in all_layer_weights:
-        dtype = weights.dtype(layer_weights.row.paths[0]) or default_dtype
+        stored_dtype = weights.dtype(layer_weights.row.paths[0]) or default_dtype
+        dtype = files.numpy_dtype or stored_dtype
         for name, shape in _shapes(layer_weights, model):
             arrays[name] = dtype, shape
     with create_directory(destination) as directory:
-        writer = SafetensorsWriter(directory, arrays)
+        writer = SafetensorsWriter(directory, arrays, files.max_file_bytes)
         for num_done, layer_weights in enumerate(all_layer_weights):
             progress(num_done, len(all_layer_weights))
             padded_arrays = weights.read(layer_weights.row.paths, layer_weights.layer)
@@ -165,6 +186,8 @@ def export_hugging_face(
             copy_hf_files(weights.side, directory)
         special = describe_tokenizer(directory, family.model_type) if config is None else {}
         _write_config(directory, family, model, config, arrays, special)
+        if files.dtype is not None:
+            _write_dtype(directory / "config.json", files.dtype)
     progress(len(all_layer_weights), len(all_layer_weights))
     return summarize(family, model, arrays)
 
@@ -201,7 +224,12 @@ def _run_of_pytorch(source: Path) -> ResolvedProgram | None:
 
 
 def _export_torch_model(
-    program: ResolvedProgram, source: Path, destination: Path, progress: Progress, step: int | None
+    program: ResolvedProgram,
+    source: Path,
+    destination: Path,
+    progress: Progress,
+    step: int | None,
+    files: ExportedFiles,
 ) -> ConversionSummary:
     from graphtrain.weights.torch_modules import export
 
@@ -211,9 +239,15 @@ def _export_torch_model(
             verify_hf_files(source)
             copy_hf_files(source / HF_FILES, directory)
         model_type, num_parameters, num_arrays = export(
-            program, source, resolved_step, directory, progress
+            program,
+            source,
+            resolved_step,
+            directory,
+            progress,
+            files.dtype or "float32",
+            files.max_file_bytes,
         )
-    return ConversionSummary(model_type, num_parameters, num_arrays, "float32")
+    return ConversionSummary(model_type, num_parameters, num_arrays, files.dtype or "float32")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -334,6 +368,13 @@ def _write_config(
         (config or special) | family.config_from_model(model) | {"torch_dtype": str(main_dtype)}
     )
     (directory / "config.json").write_text(json.dumps(exported_config, indent=2) + "\n")
+
+
+def _write_dtype(path: Path, dtype: str) -> None:
+    """State the dtype of exported weights in their config.json, under the name it has there."""
+    config = json.loads(path.read_text())
+    name = "torch_dtype" if "torch_dtype" in config else "dtype"
+    path.write_text(json.dumps(config | {name: dtype}, indent=2) + "\n")
 
 
 def copy_hf_files(source: Path, destination: Path) -> None:

@@ -16,7 +16,8 @@ import numpy as np
 from graphtrain.config.hf_config import read_config
 from graphtrain.errors import WeightsError
 from graphtrain.weights.expert_files import Index, ModuleFiles
-from graphtrain.weights.files import WeightFiles, open_weight_files
+from graphtrain.weights.files import WeightFiles, numpy_dtype_of, open_weight_files
+from graphtrain.weights.writer import MAX_FILE_BYTES, SafetensorsWriter
 from lowering.machine.extras import optional_import
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten
@@ -254,6 +255,8 @@ def export(
     step: int,
     destination: Path,
     progress: Callable[[int, int], None],
+    dtype: str = "float32",
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> tuple[str, int, int]:
     """Write a checkpoint as a Hugging Face folder.
 
@@ -263,6 +266,8 @@ def export(
         step: of the checkpoint.
         destination: folder to write.
         progress: called with the number of arrays written, and of all arrays.
+        dtype: of the written weights.
+        max_file_bytes: maximum size of a file.
 
     Returns:
         The model_type (or program.model.torch), the number of weights, and of tensors.
@@ -271,7 +276,6 @@ def export(
     from graphtrain.checkpoints.arrays import restore_array
     from graphtrain.checkpoints.manifest import verify_files
     from graphtrain.torch_frontend.language_model import TorchLanguageModel
-    from graphtrain.weights.writer import SafetensorsWriter
 
     verify_files(directory / "checkpoints" / str(step))
     model: TorchModel = program.model  # pyright: ignore[reportAssignmentType]
@@ -285,9 +289,9 @@ def export(
 
         published = SavedTensors(opened.meta.module, shapes)
     tensors = published.shapes if published else shapes
-    writer = SafetensorsWriter(
-        destination, {name: (np.dtype(np.float32), shape) for name, shape in tensors.items()}
-    )
+    written_dtype = numpy_dtype_of("--dtype", dtype)
+    specs = {name: (written_dtype, shape) for name, shape in tensors.items()}
+    writer = SafetensorsWriter(destination, specs, max_file_bytes)
     stored = opened.parameter_names_by_path()
     for num_written, (path, names) in enumerate(stored.items()):
         progress(num_written, len(stored))
@@ -295,10 +299,10 @@ def export(
         rows = _block_rows(array, stages) if opened.is_stacked(path) else array[None]
         for name, row in zip(names, rows, strict=True):
             for written, tensor in published.add(name, row) if published else [(name, row)]:
-                writer.write(written, tensor)
+                writer.write(written, tensor.astype(written_dtype, copy=False))
     writer.close()
     num_parameters = sum(int(np.prod(shape)) for shape in tensors.values())
-    return _write_config(model, destination), num_parameters, len(tensors)
+    return _write_config(model, destination, dtype), num_parameters, len(tensors)
 
 
 def _block_rows(array: np.ndarray, stages: Stages | None) -> np.ndarray:
@@ -310,11 +314,11 @@ def _block_rows(array: np.ndarray, stages: Stages | None) -> np.ndarray:
     return array.reshape(len(stages.rows), *array.shape[leading:])[rows]
 
 
-def _write_config(model: TorchModel, destination: Path) -> str:
+def _write_config(model: TorchModel, destination: Path, dtype: str) -> str:
     """Write config.json, unless the model is a module of the user; return the model_type."""
     if model.hf is None:
         return str(model.torch)
     config: dict[str, Any] = read_config(model.hf, model.overrides)
-    exported_config = config | {"dtype": "float32"}
+    exported_config = config | {"dtype": dtype}
     (destination / "config.json").write_text(json.dumps(exported_config, indent=2) + "\n")
     return config["model_type"]

@@ -19,7 +19,7 @@ import numpy as np
 
 from graphtrain.weights.files import DTYPE_CODES
 
-_MAX_FILE_BYTES = 5_000_000_000  # bytes per file; the default limit of transformers
+MAX_FILE_BYTES = 5_000_000_000  # bytes per file; the default limit of transformers
 _COPY_BLOCK_BYTES = 16 << 20  # bytes copied at once
 
 Specs = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
@@ -29,7 +29,7 @@ class SafetensorsWriter:
     """Writer of the safetensors files of one folder, with an index if there are several."""
 
     def __init__(
-        self, directory: Path, arrays: Specs, max_file_bytes: int = _MAX_FILE_BYTES
+        self, directory: Path, arrays: Specs, max_file_bytes: int = MAX_FILE_BYTES
     ) -> None:
         """Create the files for these arrays.
 

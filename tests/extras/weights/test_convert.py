@@ -13,7 +13,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from graphtrain.errors import WeightsError
-from graphtrain.weights.convert import export_hugging_face, import_hugging_face
+from graphtrain.weights.convert import (
+    ExportedFiles,
+    export_hugging_face,
+    import_hugging_face,
+)
 from graphtrain.weights.sources import ConvertedFolder
 
 SIZES = {
@@ -67,6 +71,22 @@ def test_every_dtype_comes_back_bit_for_bit(dtype, tmp_path):
     assert_equal(there_and_back(tmp_path / "source"), model.state_dict())
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert again.dtype == dtype
+
+
+def test_a_chosen_dtype_in_files_of_a_chosen_size_is_loaded_by_transformers(source, tmp_path):
+    import_hugging_face(source, tmp_path / "ours", quiet)
+    files = ExportedFiles("bfloat16", max_file_bytes=10_000)
+    export_hugging_face(tmp_path / "ours", tmp_path / "back", quiet, files=files)
+    written = list((tmp_path / "back").glob("*.safetensors"))
+    assert len(written) > 1
+    for file in written:  # a file may be larger only if it holds a single tensor
+        assert file.stat().st_size < 12_000 or len(load_file(file)) == 1
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert again.dtype == torch.bfloat16
+    expected = {
+        name: one.bfloat16() for name, one in load_file(source / "model.safetensors").items()
+    }
+    assert_equal({name: again.state_dict()[name] for name in expected}, expected)
 
 
 def test_a_dtype_of_some_tensors_is_kept(source):
