@@ -1,9 +1,9 @@
 """Make the register: check every causal family of transformers, each in a process of its own.
 
-    python tests/register [--only FAMILY ...] [--again] [--page]
+    python tests/register [--only FAMILY ...] [--again]
 
 Results are kept in tests/register/results.json after each family, so that a run continues where the
-last one ended; --again checks families anew. --page writes only docs/reference/families.md.
+last one ended; --again checks families anew. docs/site/reference.py makes the page from them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SECONDS, _BYTES = 300, 12 << 30  # of one family
 
 def main() -> None:
     """Parse arguments; check families; write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Make the register.")
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="families to check")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     arguments = parser.parse_args()
