@@ -20,7 +20,7 @@ from graphtrain.api.configuration import load_config
 from graphtrain.api.evaluation import evaluate_steps, evaluate_tasks
 from graphtrain.api.generation import generate, generate_batch
 from graphtrain.api.programs import compile, plan
-from graphtrain.api.runs import evaluate, goodput, metrics, train
+from graphtrain.api.runs import evaluate, goodput, metrics, profile, train
 from graphtrain.api.serving import chat, serve
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from graphtrain.run.generate import Generation
     from graphtrain.run.goodput.account import Goodput
     from graphtrain.run.metric_columns import Metrics
+    from graphtrain.run.profiles.account import Profile
     from graphtrain.run.serving.chat_session import ChatSession
     from sharding_rules.errors import UserError
 
@@ -55,6 +56,7 @@ _TYPES = {
     "Generation": "graphtrain.run.generate",
     "Goodput": "graphtrain.run.goodput.account",
     "Metrics": "graphtrain.run.metric_columns",
+    "Profile": "graphtrain.run.profiles.account",
     "RunStart": "graphtrain.run.events",
     "RunSummary": "graphtrain.run.events",
     "ServingAnswer": "graphtrain.planning.serving",
@@ -75,6 +77,7 @@ __all__ = [
     "Generation",
     "Goodput",
     "Metrics",
+    "Profile",
     "RunStart",
     "RunSummary",
     "ServingAnswer",
@@ -92,6 +95,7 @@ __all__ = [
     "load_config",
     "metrics",
     "plan",
+    "profile",
     "serve",
     "train",
 ]

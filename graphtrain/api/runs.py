@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from graphtrain.run.events import RunSummary
     from graphtrain.run.goodput.account import Goodput
     from graphtrain.run.metric_columns import Metrics
+    from graphtrain.run.profiles.account import Profile
 
 _COMPILE = "graphtrain.compile(...) with the same configuration"
 
@@ -208,6 +209,35 @@ def goodput(run: Source) -> Goodput:
     from graphtrain.run.goodput.account import read_goodput
 
     return read_goodput(_directory(run))
+
+
+def profile(
+    run: Source,
+    *,
+    steps: str | None = None,
+    target: str | None = None,
+    set: Settings = (),
+) -> Profile:
+    """Return the measured time of each operation of a traced step, with what its plan predicts.
+
+    Args:
+        run: Directory or summary of a run, or its configuration or project in any form.
+        steps: Steps of the profile, "FIRST:LAST"; None for the last ones.
+        target: Machine of the profile, if it is not that of the configuration.
+        set: Settings to change.
+
+    Raises:
+        TrainingError: the run has no such profile, or it is damaged or of another program.
+    """
+    from graphtrain.config.phases import program_of_step
+    from graphtrain.config.resolve import resolve
+    from graphtrain.run.profiles.account import joined_profile
+    from graphtrain.run.profiles.files import read_profile
+
+    directory = _directory(run)
+    first_step = read_profile(directory, steps)[0].facts.first_step
+    program = resolve(load_config(run, set=set, target=target).program)
+    return joined_profile(directory, program_of_step(program, first_step), steps)
 
 
 def _directory(run: Source) -> Path:

@@ -41,6 +41,7 @@ _COMMAND_HELP = {
     "launch": "Compile and train on a cluster with Slurm or Kubernetes.",
     "neuron": "Compile, inspect and clean caches and bundles for AWS Neuron.",
     "plan": "Show the memory, communication and time of each device.",
+    "profile": "Compare the time of each operation of a step with the plan.",
     "run": "Train from compiled programs, without tracing or compiling.",
     "serve": "Serve a run over HTTP, with OpenAI's interface.",
 }

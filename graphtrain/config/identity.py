@@ -70,6 +70,7 @@ EXECUTION = frozenset(
         "run.evaluate_every",
         "run.evaluate_batches",
         "run.early_stopping_patience",
+        "run.profile",
         "run.tensorboard",
         "run.trackers",
         "run.samples",

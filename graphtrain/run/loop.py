@@ -33,6 +33,7 @@ from graphtrain.run.goodput.timeline import Timeline
 from graphtrain.run.learning_rate import learning_rate
 from graphtrain.run.metrics import Record, good_steps, read_journal
 from graphtrain.run.phases import PhaseSequence
+from graphtrain.run.profiles.capture import Profiler
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.signals import StopRequest
 from graphtrain.run.spikes import NAME as SPIKES_NAME
@@ -148,6 +149,7 @@ class TrainingLoop:
     samples: TrainingSamples | None
     tasks: TrainingTasks | None
     spikes: SpikeWindow
+    profiler: Profiler
     rewinds: int  # to the step from which it begins
     _write: Report = field(init=False)
     _journal_position: JournalPosition = field(init=False)
@@ -219,7 +221,11 @@ class TrainingLoop:
             if index == self.start and (stop.signal is not None or self._has_stalled()):
                 break
             if self.phases.is_over(index):
+                self._end_profile(index, state)
                 self._begin_next_phase(index)
+            if self.profiler.is_due(index + 1):
+                self._finish_pending_step()
+                self.profiler.move(index + 1, self.programs["train"], state)
             rate = learning_rate(run.learning_rate, run.steps, index)
             self._move(DATA, index + 1)
             batch, waited = self._next_batch()
@@ -230,7 +236,8 @@ class TrainingLoop:
             limits = self.spikes.limits(index + 1)
             spike_limits = (limits.arrays(),) if self.program.optimizer.skip_spikes else ()
             inputs = (*self.frozen, arrays, np.float32(rate), *spike_limits)
-            outputs = self._compute(step, state, inputs, index + 1)
+            with self.profiler.annotate(index + 1):
+                outputs = self._compute(step, state, inputs, index + 1)
             state, completed_steps = outputs["state"], index + 1
             if not opened:
                 self._write, self._journal_position = self.open_journal()  # while it computes
@@ -262,6 +269,7 @@ class TrainingLoop:
                 self._save(completed_steps, state, evaluated)
             if stopping:
                 break
+        self._end_profile(completed_steps, state)
         self._finish_pending_step()
         self._move(SAVING, completed_steps)  # until the last checkpoint is complete
         self.checkpoints.wait()
@@ -270,6 +278,12 @@ class TrainingLoop:
         summary = self._summary(completed_steps, validation)
         self.notify("on_run_end", summary)
         return summary
+
+    def _end_profile(self, completed_steps: int, state: Tree) -> None:
+        """End the profile of steps that have another program, or none, after them."""
+        if self.profiler.is_capturing:
+            self._finish_pending_step()
+            self.profiler.end(self.programs["train"], state, completed_steps)
 
     def _summary(self, completed_steps: int, validation: float | None) -> RunSummary:
         run, stop = self.run, self.stop

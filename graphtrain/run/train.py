@@ -55,6 +55,7 @@ from graphtrain.run.loop import (
 )
 from graphtrain.run.metrics import Journal, Record, has_scores, read_journal
 from graphtrain.run.phases import PhasePrograms, PhaseSequence, index_of_phase, remaining_phases
+from graphtrain.run.profiles.capture import Profiler
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.resume import (
     Resumption,
@@ -250,6 +251,8 @@ def _train_until_rewound(
             if is_rank_zero
             else _discard_journal
         )
+        profiler = Profiler(directory, run.profile, program.target.platform)
+        stack.enter_context(profiler.on_signal())
         loop = TrainingLoop(
             run,
             phases,
@@ -267,6 +270,7 @@ def _train_until_rewound(
             samples,
             tasks,
             SpikeWindow(run.spikes, resumption.info.spikes if saved else None),
+            profiler,
             len(rewinds),
         )
         startup.resume_garbage_collection()

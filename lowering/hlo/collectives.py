@@ -19,7 +19,7 @@ from lowering.hlo.trip_counts import trip_count
 from sharding_rules.mesh import MeshShape
 
 _DIMENSION = re.compile(r"[ ,]dimensions=\{(\d+)\}")
-_OPS = (
+COLLECTIVE_OPS = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",
@@ -30,7 +30,7 @@ _OPS = (
 )
 # Attribute that names the computation an instruction runs. Reducers and comparators are left out:
 # they contain no collectives.
-_CALLS = {"fusion": "calls", "call": "to_apply", "async": "calls"}
+CALLED_BY = {"fusion": "calls", "call": "to_apply", "async": "calls"}
 _SCHEDULED = "is_scheduled=true"  # in the first line of a program
 # Custom calls that are annotations for the compiler and compute nothing.
 _ANNOTATIONS = (
@@ -137,7 +137,7 @@ def read(text: str, mesh: MeshShape) -> ProgramFacts:
     their counts are added. A conditional counts as the branch that sends most.
     """
     module = parse(text)
-    reading = _Reader(module, mesh).read_computation(module.entry)
+    reading = ProgramReader(module, mesh).read_computation(module.entry)
     firsts: dict[tuple[str, ...], Collective] = {}
     if _SCHEDULED in text.partition("\n")[0]:
         for each in reading.collectives:  # in the order of the text, which is that of the schedule
@@ -178,7 +178,7 @@ def _mark_decomposed(collectives: tuple[Collective, ...]) -> Iterable[Collective
             yield collective
 
 
-class _Reader:
+class ProgramReader:
     """Reader that visits each computation once, regardless of how many instructions call it."""
 
     def __init__(self, module: HloModule, mesh: MeshShape) -> None:
@@ -188,23 +188,27 @@ class _Reader:
         self._read: dict[str, ProgramFacts] = {}
 
     def read_computation(self, name: str) -> ProgramFacts:
+        """Return what one execution of a computation does, with all that it calls."""
         if name not in self._read:
             computation = self.module.computations[name]
-            parts = [self._instruction(computation, i) for i in computation.instructions.values()]
+            parts = [
+                self.read_instruction(computation, i) for i in computation.instructions.values()
+            ]
             self._read[name] = _sum(parts)
         return self._read[name]
 
-    def _instruction(self, computation: Computation, instruction: Instruction) -> ProgramFacts:
+    def read_instruction(self, computation: Computation, instruction: Instruction) -> ProgramFacts:
+        """Return what one execution of an instruction does."""
         opcode = instruction.opcode
         if opcode == "while":
             return self._loop(computation, instruction)
         if opcode == "conditional":
             return self._conditional(instruction)
         base = opcode.removesuffix("-start")
-        if base in _OPS:
-            collective = self._collective(computation, instruction, base)
+        if base in COLLECTIVE_OPS:
+            collective = self.read_collective(computation, instruction, base)
             return ProgramFacts(collectives=(collective,) if collective else ())
-        if base in _CALLS and (called := instruction.attribute(_CALLS[base])):
+        if base in CALLED_BY and (called := instruction.attribute(CALLED_BY[base])):
             return self.read_computation(called)
         flops = instruction_flops(computation, instruction)
         products = quantized_product(computation, instruction)
@@ -224,9 +228,10 @@ class _Reader:
         branches = [self.read_computation(name) for name in names]
         return max(branches, key=lambda branch: (branch.wire_bytes, branch.flops))
 
-    def _collective(
+    def read_collective(
         self, computation: Computation, instruction: Instruction, op: str
     ) -> Collective | None:
+        """Return the collective that an instruction starts; None if it moves nothing."""
         if fused_collectives.continues_async_collective(computation, instruction):
             return None
         groups = parse_groups(instruction.rest, self.mesh.devices)

@@ -333,6 +333,10 @@ class Executable:
                 raise
             raise OutOfMemory(self.record["graph"], self.record["target"], str(error)) from None
 
+    def compiled_text(self) -> str:
+        """Return the text of the optimized program, whose operations a profiler names."""
+        return self._compiled.as_text()
+
     def inputs(self, name: str) -> Tree:
         """Return shapes, dtypes and shardings of one input, as a tree of jax.ShapeDtypeStruct."""
         return unflatten(

@@ -1,8 +1,9 @@
 """[run]: everything that does not change compiled code."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from graphtrain.config.schema.checkpoints import CheckpointSettings
@@ -25,6 +26,22 @@ Packing = Literal["concat", "best_fit", "pad"]
 
 # Weights & Biases, MLflow, and a file for the node exporter of Prometheus.
 Tracker = Literal["wandb", "mlflow", "prometheus"]
+
+
+_MOST_PROFILED = 100  # steps; a trace of more is too large for its viewers
+
+
+def _profiled_steps(text: str) -> str:
+    match = re.fullmatch(r"([1-9]\d{0,17}):([1-9]\d{0,17})", text)
+    if match is None or not 0 <= int(match[2]) - int(match[1]) < _MOST_PROFILED:
+        raise ValueError(
+            f'"{text}" should be the first and the last step, at most {_MOST_PROFILED} steps, as '
+            'in "100:105"'
+        )
+    return text
+
+
+ProfiledSteps = Annotated[str, AfterValidator(_profiled_steps)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -150,6 +167,8 @@ class Run:
     fallback: tuple[Positive, ...] = ()  # smaller numbers of hosts that the run may have
     # Against silent data corruption; costs one step more each time, and memory for a second state.
     verify_every: Positive | None = None  # steps between repetitions of a step; unset: never
+    # First and last step, as in "100:105", into profiles/ of the run's directory.
+    profile: ProfiledSteps | None = None  # traced by XLA's profiler; unset: none, or on SIGUSR2
     tensorboard: bool = True  # write TensorBoard event files too
     trackers: tuple[Tracker, ...] = ()  # services that get the metrics too; each needs its extra
 
