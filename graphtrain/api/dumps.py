@@ -88,7 +88,7 @@ def dump(
                 settings, name=name, cache=cache, purpose="dump", observe=observe, log=log
             )
 
-    join_run(program.target, settings.run.watchdog, prepare=prepare)
+    join_run(program.target, settings.run.watchdog, prepare=lambda _: prepare())
     start = named_step(Path(settings.run.directory) / "checkpoints", step)
     try:
         return take_dump(

@@ -95,11 +95,15 @@ def train(
         rank=expected_rank(coordinator, processes, rank),
     )
     settings, store = checked.config, open_cache(cache)
-    hosts = expected_count(coordinator, processes, rank)
-    program = on_hosts(settings, hosts)
+    expected = expected_count(coordinator, processes, rank)
+    check_hosts(settings, expected)
+    fewer = [count for count in settings.run.fallback if count < expected]
 
-    def prepare() -> None:
+    def prepare(count: int) -> None:
         timeline.move(activities.COMPILE)
+        program = on_hosts(settings, count)
+        if count < expected and expected_rank(coordinator, processes, rank) == 0:
+            log(f"only {count} of {expected} processes have joined: trains on {program.target}")
         if compile:
             name = name_of(checked.source)
             compile_missing(
@@ -110,8 +114,10 @@ def train(
         pull_requests(store, [task.request for task in tasks], log)
 
     timeline.move(activities.JOIN)
-    check_hosts(settings, hosts)
-    join_run(program.target, settings.run.watchdog, coordinator, processes, rank, prepare)
+    started = on_hosts(settings, expected).target
+    limits = settings.run.watchdog
+    hosts = join_run(started, limits, coordinator, processes, rank, prepare, fewer)
+    program = on_hosts(settings, hosts)
     timeline.move(activities.PREPARE)
     from graphtrain.run.train import train as train_program
 

@@ -1,6 +1,6 @@
 """Connection of this process to the other processes of a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from graphtrain.config.schema import Watchdog
 from graphtrain.run.stalls import max_silence
@@ -15,8 +15,9 @@ def join_run(
     coordinator: str | None = None,
     count: int | None = None,
     rank: int | None = None,
-    prepare: Callable[[], None] = lambda: None,
-) -> None:
+    prepare: Callable[[int], None] = lambda count: None,
+    fewer: Collection[int] = (),
+) -> int:
     """Configure the memory of this process and connect it to the other processes of the run.
 
     The processes first meet, so that each is observed while it prepares its programs, and named if
@@ -28,7 +29,12 @@ def join_run(
         coordinator: host:port of rank 0; like the other two, None to read it from the environment.
         count: number of processes.
         rank: rank of this process.
-        prepare: fetches or compiles the programs; called on every rank, however long it takes.
+        prepare: fetches or compiles the programs; called on every rank with the number of
+            processes, however long it takes.
+        fewer: smaller numbers of processes with which the run can begin if not all join in time.
+
+    Returns:
+        The number of processes of the run.
 
     Raises:
         PeerLost: another process is lost, or did not join in time.
@@ -39,13 +45,14 @@ def join_run(
         host.retain_freed_memory()
     distributed.check_process_count(target, member)
     if member is None or member.count == 1:
-        prepare()
-        return
-    distributed.initialize(
+        prepare(1)
+        return 1
+    return distributed.initialize(
         member,
         target,
         join_timeout=limits.join_timeout,
         silence=max_silence(limits),
+        fewer=fewer,
         prepare=prepare,
     )
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from lowering.errors import LoweringError, PeerLost
 from sharding_rules.errors import UserError
 
-_HELLO = "graphtrain-rendezvous-2"  # first word of a connection, with the version of the protocol
+_HELLO = "graphtrain-rendezvous-3"  # first word of a connection, with the version of the protocol
 _WELCOME, _BEAT, _JOINED, _PREPARED, _LEFT = "welcome", "beat", "joined", "prepared", "left"
 _REFUSED, _LOST, _FAILED = "refused", "lost", "failed"  # followed by the reason
 _CONNECTING = "the processes connected"  # what a process does when another is lost
@@ -46,11 +46,15 @@ class Meeting:
     bind_address: str | None  # host:port at which rank 0 listens; None for all interfaces
     join_timeout: float  # seconds for all processes to join
     silence: float  # seconds without a heartbeat after which a process is lost
+    fewer: frozenset[int] = frozenset()  # smaller numbers of processes that suffice after the limit
 
 
 @contextlib.contextmanager
 def joined(meeting: Meeting, end: Callable[[LoweringError], None]) -> Iterator[Session]:
     """Wait until all processes have joined, and observe them while the context is open.
+
+    After the limit of time, a number of processes in `meeting.fewer` suffices. They are numbered
+    anew, in the order of their ranks: `rank` and `count` of the session.
 
     Args:
         meeting: rank of this process, and where it meets the others.
@@ -163,6 +167,7 @@ class Session:
         end: Callable[[LoweringError], None],
     ) -> None:
         self.all_joined: Future[None] = Future()  # for the main thread
+        self.rank, self.count = meeting.rank, meeting.count  # final once all have joined
         self.doing = _CONNECTING
         self._all_prepared: Future[None] = Future()  # for the main thread
         self._prepared: set[int] = set()  # ranks that rank 0 knows to be prepared
@@ -213,7 +218,7 @@ class Session:
             self._tell(_PREPARED)  # to rank 0
         elif own:
             self._all_prepared.set_result(None)
-        elif len(self._prepared) == self._meeting.count:
+        elif len(self._prepared) == self.count:
             self._tell(_PREPARED)
             self._all_prepared.set_result(None)
 
@@ -267,14 +272,30 @@ class Session:
             looked_at = now
             self._tell(_BEAT)
             self._check(now)
-            if server is not None and len(self._peers) == self._meeting.count - 1:
+            if server is not None and self._are_enough(now):
                 server.close()  # JAX's service takes the address
                 server = None
-                self._tell(_JOINED)
-                self.all_joined.set_result(None)
+                self._begin()
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _INTERVAL)
+
+    def _are_enough(self, now: float) -> bool:
+        """Return whether the run can begin with the processes that have joined rank 0."""
+        there = len(self._peers) + 1
+        is_late = now > self._deadline
+        return there == self._meeting.count or (is_late and there in self._meeting.fewer)
+
+    def _begin(self) -> None:
+        """Tell the processes that have joined rank 0 that they are all, with their numbers."""
+        members = sorted({0, *self._peers})
+        for rank, peer in self._peers.items():
+            peer.send(_JOINED, f"{members.index(rank)} {len(members)}")
+        self._note_joined(0, len(members))
+
+    def _note_joined(self, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
+        self.all_joined.set_result(None)
 
     def _check(self, now: float) -> None:
         if self._verdict is not None:
@@ -287,7 +308,8 @@ class Session:
                     f"rank {rank} no longer responds: no heartbeat for {silent:.0f} s while "
                     f"{self.doing} (stopped, or its host is lost)"
                 )
-        if now > self._deadline and not self.all_joined.done() and meeting.rank == 0:
+        is_missing = meeting.rank == 0 and not self.all_joined.done()
+        if is_missing and now > self._deadline and not self._are_enough(now):
             there = {0, *self._peers}
             missing = [rank for rank in range(meeting.count) if rank not in there]
             raise PeerLost(
@@ -341,6 +363,9 @@ class Session:
         if word != _HELLO or len(numbers) != 2 or not all(map(str.isdecimal, numbers)):
             await peer.close()  # not a process of a run
             return
+        if self.all_joined.done():  # the run has begun without it
+            await peer.close()
+            return
         rank, count = map(int, numbers)
         if refusal := self._refusal(rank, count):
             peer.send(_REFUSED, refusal)
@@ -367,7 +392,7 @@ class Session:
             if word == _LEFT:
                 peer.has_left = True
             elif word == _JOINED:
-                self.all_joined.set_result(None)
+                self._note_joined(*map(int, text.split()))
             elif word == _PREPARED:
                 self._note_prepared(rank)
             elif word in (_LOST, _FAILED) and self._verdict is None:

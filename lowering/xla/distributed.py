@@ -14,7 +14,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -105,8 +106,9 @@ def initialize(
     *,
     join_timeout: float,
     silence: float = 60.0,
-    prepare: Callable[[], None] = lambda: None,
-) -> None:
+    fewer: Collection[int] = (),
+    prepare: Callable[[int], None] = lambda count: None,
+) -> int:
     """Join the other processes; call it before JAX's backend is initialized.
 
     Args:
@@ -114,7 +116,12 @@ def initialize(
         target: machine of the run.
         join_timeout: seconds for all processes to join.
         silence: seconds without a heartbeat after which a process is lost until all are connected.
-        prepare: called when all have joined, and before JAX connects them; it may take any time.
+        fewer: smaller numbers of processes with which the run can begin if not all join in time.
+        prepare: called with the number of processes when all have joined, and before JAX connects
+            them; it may take any time.
+
+    Returns:
+        The number of processes of the run.
 
     Raises:
         PeerLost: another process is lost, or did not join in time; the message names it.
@@ -125,11 +132,17 @@ def initialize(
     _silence_xla()
     address = member.coordinator or private.slurm_coordinator()
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or bind_address(address)
-    meeting = Meeting(member.rank, member.count, address, bind, join_timeout, silence)
+    # Slurm starts all processes or none, and JAX asks it for their number.
+    sufficient = frozenset(fewer) if member.coordinator else frozenset[int]()
+    meeting = Meeting(member.rank, member.count, address, bind, join_timeout, silence, sufficient)
     with rendezvous.joined(meeting, _end_for_another_rank) as session:
-        session.prepare(prepare)
+        member = replace(member, rank=session.rank, count=session.count)
+        session.prepare(lambda: prepare(member.count))
+        if member.count == 1:
+            return 1
         _connect(member, target, address)
     atexit.register(_keep_preemption_service)  # runs before JAX's own handler, which is older
+    return member.count
 
 
 def _connect(member: Membership, target: Target, address: str) -> None:

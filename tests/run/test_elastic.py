@@ -17,8 +17,8 @@ COUNTED = Path(__file__).with_name("counted_compilations.py")
 
 
 def start(place: Place, count: int, *words: str) -> list[subprocess.Popen[str]]:
-    """Begin the processes of the run, which list what they compile in N.json."""
-    options = [*THREE, "--coordinator", meeting_address(), "--processes", str(count), "--rank"]
+    """Begin the first processes of the run of three, which list what they compile in N.json."""
+    options = [*THREE, "--coordinator", meeting_address(), "--processes", "3", "--rank"]
     return [
         place.start_python(
             str(COUNTED), f"{rank}.json", "run", "config.toml", *words, *options, str(rank)
@@ -53,7 +53,7 @@ def test_a_run_goes_on_with_fewer_processes_and_grows_again_without_a_compilatio
     assert "2 hosts: cpu:2x1, mesh data 2, 2 x 6 sequences, 3 of them padding" in out
     assert "Total graphs:      6" in out
     kill_after(cold, start(cold, 3), 10)
-    kill_after(cold, start(cold, 2), 30)
+    kill_after(cold, start(cold, 2, "--set", "run.watchdog.join_timeout=5"), 30)
     told = finish(cold, start(cold, 3))
     assert "trained 60 steps (resumed from" in told
     whole = start(cold, 3, "--set", "run.directory=whole")

@@ -66,6 +66,24 @@ def test_every_process_names_the_ranks_that_did_not_join_and_those_that_did():
         assert "run.watchdog.join_timeout" in said
 
 
+def test_fewer_processes_suffice_after_the_limit_and_are_numbered_anew():
+    address, prepared = free_address(), []
+
+    def numbers(meeting: Meeting) -> tuple[int, int]:
+        with joined(meeting, never) as session:
+            session.prepare(lambda: prepared.append(session.count))
+            return session.rank, session.count
+
+    fewer = frozenset({3, 2})
+    meetings = [Meeting(rank, 5, address, address, 1.0, 60.0, fewer) for rank in (0, 2, 4)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(numbers, meetings)) == [(0, 3), (1, 3), (2, 3)]
+        late = outcome(meetings[1])
+    assert prepared == [3, 3, 3] and late.startswith("rank 0 did not answer rank 2 within 1 s")
+    meetings = [Meeting(rank, 5, free_address(), None, 1.0, 60.0, fewer) for rank in (0,)]
+    assert outcome(meetings[0]).startswith("ranks 1, 2, 3 and 4 did not join")
+
+
 def test_a_missing_rank_0_is_named_by_the_others():
     assert outcomes([1], 2, 1.0)[0].startswith("rank 0 did not answer rank 1 within 1 s; see what")
 
@@ -101,7 +119,7 @@ def test_the_verdict_reaches_a_process_that_is_slow_to_read_it():
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(outcome, Meeting(0, 3, address, address, 1.0, 60.0))
         with connected(address) as slow:
-            slow.sendall(b"graphtrain-rendezvous-2 1 3\n")
+            slow.sendall(b"graphtrain-rendezvous-3 1 3\n")
             for _ in range(15):  # until rank 0 has given up
                 time.sleep(0.1)
                 slow.sendall(b"beat\n")
