@@ -148,6 +148,8 @@ NAMES_OF = {
     "program.optimizer.nesterov": "muon_use_nesterov use_nesterov",
     "program.optimizer.newton_schulz_steps": "muon_num_ns_steps ns_steps muon_ns_steps",
     "program.optimizer.consistent_rms": "muon_consistent_rms muon_extra_scale_factor rms_scale",
+    "program.optimizer.precondition_frequency": "preconditioning_frequency precond_freq",
+    "program.optimizer.max_precondition_dim": "max_precond_dim max_preconditioner_dim",
     "program.optimizer.beta1": "adam_beta1 adam_b1",
     "program.optimizer.beta2": "adam_beta2 adam_b2",
     "program.optimizer.epsilon": "adam_epsilon adam_eps eps",

@@ -52,6 +52,7 @@ from graphtrain.models.lora.layers import apply_lora
 from graphtrain.models.lora.trainable import LORA_A, frozen_arrays, trained_arrays
 from graphtrain.models.loss import dpo_loss
 from graphtrain.models.optimizer_state import EMA
+from graphtrain.models.optimizer_support import check_optimizer
 from graphtrain.models.quantized_matmul import quantize_products
 from lowering.graph import Graph
 from lowering.tracing.constrain import constrain_tree, to_device_memory
@@ -65,11 +66,13 @@ def build_graph(program: ResolvedProgram, name: str) -> Graph:
     """Build a graph of `names.graphs_for`.
 
     Raises:
-        LoweringError: the target does not compute in the model's dtype.
+        LoweringError: the target does not compute in the model's dtype, or not the optimizer.
     """
     if (graph := serving_graph(program, name)) is not None:
         return graph
     check_compute_dtype(program)
+    if name == "train":
+        check_optimizer(program)
     makers = {
         "init": _init,
         "train": _train,

@@ -15,22 +15,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
 from graphtrain.config.schema import Optimizer
-from graphtrain.models.matrices import (
-    SCOPE,
-    MatrixAxes,
-    MatrixGroup,
-    Move,
-    group_matrices,
-    is_hidden_matrix,
+from graphtrain.graphs.whole_matrices import (
+    average,
+    divide,
+    give_back_matrices,
+    groups_of,
+    partition,
+    take_matrices,
 )
-from lowering.tracing.constrain import on_each_device, placement
-from lowering.trees import flatten, unflatten
+from graphtrain.models.matrices import MUON_SCOPE, MatrixGroup, is_hidden_matrix
+from lowering.tracing.constrain import on_each_device
+from lowering.trees import unflatten
 from sharding_rules.arrays import ArraySpec
-from sharding_rules.mesh import MeshShape
-from sharding_rules.plan import make_layout
 
 # Chosen by Jordan for a steep slope at zero: singular values end between 0.7 and 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -62,7 +60,7 @@ def scale_by_muon(
     )
 
     def init(params: Any) -> Any:  # optax's names
-        of_matrices, others = _divide(params, matrices)
+        of_matrices, others = divide(params, matrices)
         momenta = {
             path: jnp.zeros_like(array, optimizer.computed_moment_dtype)
             for path, array in of_matrices.items()
@@ -71,9 +69,9 @@ def scale_by_muon(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        gradients, others = _divide(updates, matrices)
+        gradients, others = divide(updates, matrices)
         momenta = {
-            path: _average(state["mu"][path], gradient, decay)
+            path: average(state["mu"][path], gradient, decay)
             for path, gradient in gradients.items()
         }
         ahead = {
@@ -97,19 +95,6 @@ def scale_by_muon(
     return optax.GradientTransformation(init, update)
 
 
-def _divide(
-    tree: Any, matrices: Mapping[str, ArraySpec]
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Return the matrices and the other arrays of a tree, by path."""
-    arrays = flatten(tree)
-    others = {path: array for path, array in arrays.items() if path not in matrices}
-    return {path: arrays[path] for path in matrices}, others
-
-
-def _average(momentum: jax.Array, gradient: jax.Array, decay: float) -> jax.Array:
-    return decay * momentum.astype(gradient.dtype) + (1 - decay) * gradient
-
-
 def orthogonalize(
     arrays: Arrays, specs: Mapping[str, ArraySpec], *, steps: int, rms: float, dtype: str
 ) -> dict[str, jax.Array]:
@@ -122,83 +107,31 @@ def orthogonalize(
         rms: Root mean square of the result, whatever the shape.
         dtype: Dtype of the iteration, and of the shards that devices exchange.
     """
-    current = placement()
-    mesh = MeshShape({}) if current is None else current.shape
-    rules = None if current is None else current.rules
     results: dict[str, jax.Array] = {}
-    for group in group_matrices(specs, rules, mesh):
+    for group in groups_of(specs):
 
         def update_shards(*shards: jax.Array, group: MatrixGroup = group) -> tuple[jax.Array, ...]:
             return _update_shards(shards, group, steps, rms)
 
-        splits = [_partition(path, specs[path]) for path in group.axes]
+        splits = [partition(path, specs[path]) for path in group.axes]
         narrow = [arrays[path].astype(dtype) for path in group.axes]
-        with jax.named_scope(SCOPE):
+        with jax.named_scope(MUON_SCOPE):
             updated = on_each_device(update_shards, splits, tuple(splits))(*narrow)
         for path, array in zip(group.axes, updated, strict=True):
             results[path] = array.astype(arrays[path].dtype)
     return results
 
 
-def _partition(path: str, spec: ArraySpec) -> PartitionSpec:
-    current = placement()
-    if current is None:
-        return PartitionSpec()
-    state = ArraySpec(spec.shape, spec.axes, spec.dtype, "optimizer")
-    split = make_layout(f"optimizer/{path}", state, current.rules, current.shape).split
-    return PartitionSpec(*(names or None for names in split))
-
-
 def _update_shards(
     shards: tuple[jax.Array, ...], group: MatrixGroup, steps: int, rms: float
 ) -> tuple[jax.Array, ...]:
     """Orthogonalize the matrices of a group, given and returned as one device's shards."""
-    axes = list(group.axes.values())
-    stacks = [_to_stack(shard, each) for shard, each in zip(shards, axes, strict=True)]
-    sizes = [len(stack) for stack in stacks]
-    stack = jnp.concatenate(stacks)
-    padding = [(0, group.padded_count - group.count)] + [(0, 0)] * (stack.ndim - 1)
-    stack = jnp.pad(stack, padding)
-    for move in group.moves:
-        stack = _take(stack, move)
+    stack = take_matrices(shards, group)
     whole = stack.shape
     rows = math.prod(whole[1 : 1 + group.row_dimensions])
     matrices = newton_schulz(stack.reshape(len(stack), rows, -1), steps)
     stack = (matrices * (rms * max(matrices.shape[1:]) ** 0.5)).reshape(whole)
-    for move in reversed(group.moves):
-        stack = _give_back(stack, move)
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return tuple(
-        _from_stack(stack[start : start + size], shard, each)
-        for start, size, shard, each in zip(starts, sizes, shards, axes, strict=True)
-    )
-
-
-def _to_stack(shard: jax.Array, axes: MatrixAxes) -> jax.Array:
-    """Return a shard as (stack, rows..., columns...)."""
-    inner = [shard.shape[index] for index in axes.rows + axes.columns]
-    return shard.transpose(axes.order).reshape(-1, *inner)
-
-
-def _from_stack(stack: jax.Array, shard: jax.Array, axes: MatrixAxes) -> jax.Array:
-    ordered = stack.reshape([shard.shape[index] for index in axes.order])
-    return ordered.transpose([axes.order.index(index) for index in range(shard.ndim)])
-
-
-def _take(stack: jax.Array, move: Move) -> jax.Array:
-    """Give away parts of the stack; receive what is missing of the others."""
-    if move.dimension is not None:
-        return jax.lax.all_to_all(stack, move.axis, 0, move.dimension, tiled=True)
-    size = len(stack) // move.devices
-    start = jax.lax.axis_index(move.axis) * size
-    return jax.lax.dynamic_slice_in_dim(stack, start, size)
-
-
-def _give_back(stack: jax.Array, move: Move) -> jax.Array:
-    """Do the inverse of `_take`."""
-    if move.dimension is not None:
-        return jax.lax.all_to_all(stack, move.axis, move.dimension, 0, tiled=True)
-    return jax.lax.all_gather(stack, move.axis, tiled=True)
+    return give_back_matrices(stack, shards, group)
 
 
 def newton_schulz(matrices: jax.Array, steps: int) -> jax.Array:

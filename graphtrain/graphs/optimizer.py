@@ -14,6 +14,7 @@ from graphtrain.graphs.adafactor import scale_by_adafactor
 from graphtrain.graphs.int8_moments import with_int8_moments
 from graphtrain.graphs.muon import scale_by_muon
 from graphtrain.graphs.schedule_free import schedule_free
+from graphtrain.graphs.soap import scale_by_soap
 from graphtrain.models.matrices import is_hidden_matrix
 from graphtrain.models.optimizer_state import EMA, optimizer_arrays
 from lowering.trees import Tree, flatten, path_suffixes, unflatten
@@ -34,7 +35,7 @@ def make_optimizer(
         dtype: Dtype in which the model computes, for Muon's products.
 
     Raises:
-        ConfigError: the user's optimizer cannot be made, or Muon has no matrices.
+        ConfigError: the user's optimizer cannot be made, or Muon or SOAP has no matrices.
 
     Source: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101
     """
@@ -79,13 +80,15 @@ def _directions(
         return _sgd(optimizer)
     if kind == "adafactor":
         return {"adafactor": scale_by_adafactor(flatten(parameters))}
-    if kind == "muon":
+    if kind in ("muon", "soap"):
         specs = flatten(parameters)
         if not any(map(is_hidden_matrix, specs.values())):
             raise ConfigError(
-                'program.optimizer.kind = "muon": the model has no matrix whose axes have names, '
-                'apart from embeddings and the LM head; use kind = "adamw"'
+                f'program.optimizer.kind = "{kind}": the model has no matrix whose axes have '
+                'names, apart from embeddings and the LM head; use kind = "adamw"'
             )
+        if kind == "soap":
+            return {"soap": scale_by_soap(optimizer, specs)}
         return {"muon": scale_by_muon(optimizer, specs, dtype)}
     adam = optax.scale_by_adam(beta1, beta2, optimizer.epsilon, mu_dtype=dtype_of_moments)
     return {"adam": adam}

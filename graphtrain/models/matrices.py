@@ -15,7 +15,8 @@ from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import make_layout
 from sharding_rules.rules import Rules
 
-SCOPE = "muon"  # name scope of the operations that exchange matrices
+# Name scopes of the operations that exchange matrices.
+MUON_SCOPE, SOAP_SCOPE = "muon", "soap"
 
 _STACKS = ("virtual_stages", "layers", "experts", None)
 # Axes that together are the rows, or the columns, of a matrix. Every other axis is one alone.

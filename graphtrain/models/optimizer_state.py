@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from graphtrain.config.schema import Optimizer
 from graphtrain.models.matrices import is_hidden_matrix, matrix_axes
+from graphtrain.models.preconditioners import preconditioner_specs
 from sharding_rules.arrays import ArraySpec
 
 Z, EMA = "schedule_free/z", "ema"  # parts of the state that begin as copies of the weights
@@ -71,8 +72,18 @@ def _of_kind(spec: ArraySpec, optimizer: Optimizer) -> dict[str, ArraySpec]:
         return {Z: spec, "schedule_free/nu": spec}
     if kind == "muon" and is_hidden_matrix(spec):
         return {"muon/mu": moment}
-    adam = "muon/adam" if kind == "muon" else "adam"
+    if kind == "soap" and is_hidden_matrix(spec):
+        squares = soap_squares(spec, optimizer)
+        named = {f"soap/{part}": square for part, square in squares.items()}
+        return {"soap/mu": moment, "soap/nu": spec, **named}
+    adam = f"{kind}/adam" if kind in ("muon", "soap") else "adam"
     return {f"{adam}/mu": moment, f"{adam}/nu": spec}
+
+
+def soap_squares(spec: ArraySpec, optimizer: Optimizer) -> dict[str, ArraySpec]:
+    """Return the preconditioners of a matrix and their eigenbases, by part of SOAP's state."""
+    sides = preconditioner_specs(spec, optimizer.max_precondition_dim_or_default)
+    return {part: square for side, square in sides.items() for part in (side, f"{side}_basis")}
 
 
 def _of_adafactor(spec: ArraySpec) -> dict[str, ArraySpec]:

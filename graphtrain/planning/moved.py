@@ -7,15 +7,22 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from graphtrain.models.matrices import SCOPE, is_hidden_matrix
+from graphtrain.models.matrices import MUON_SCOPE, SOAP_SCOPE, is_hidden_matrix
 from graphtrain.planning.scopes import Scope, scopes
 from lowering.hlo.collectives import Collective
 from sharding_rules.plan import Plan
 from sharding_rules.rules import Rules
 
 Kind = Literal[
-    "weights", "gradients", "updated weights", "matrices of Muon", "activations", "scalars"
+    "weights",
+    "gradients",
+    "updated weights",
+    "matrices of Muon",
+    "matrices of SOAP",
+    "activations",
+    "scalars",
 ]
+_OF_OPTIMIZERS: dict[str, Kind] = {MUON_SCOPE: "matrices of Muon", SOAP_SCOPE: "matrices of SOAP"}
 
 PARAMETERS, FROZEN = "state/parameters/", "frozen/"
 
@@ -60,8 +67,9 @@ class ParameterIndex:
     def classify(self, collective: Collective) -> MovedArrays:
         """Classify the arrays that a collective moves."""
         name_scopes = scopes(collective.scope)
-        if f"/{SCOPE}/" in collective.scope:
-            return MovedArrays("matrices of Muon", self._hidden_matrices(), name_scopes)
+        for scope, kind in _OF_OPTIMIZERS.items():
+            if f"/{scope}/" in collective.scope:
+                return MovedArrays(kind, self._hidden_matrices(), name_scopes)
         weights = tuple(path for path in collective.arrays if path in self.plan.layouts)
         weights = tuple(path for path in weights if path.startswith((PARAMETERS, FROZEN)))
         if weights:

@@ -66,7 +66,7 @@ class Reasons:
             return self._gradients(collective, moved, mesh_axis, op)
         if moved.kind == "updated weights":
             return self._updated(collective, moved, mesh_axis)
-        if moved.kind == "matrices of Muon":
+        if moved.kind in ("matrices of Muon", "matrices of SOAP"):
             tables = "parameters", "optimizer"  # else its devices divide the work of replicas
             return self._resting(moved.paths, mesh_axis, tables) or self._tokens(mesh_axis)
         if moved.kind == "scalars":

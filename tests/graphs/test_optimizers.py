@@ -81,10 +81,11 @@ MODEL = Model(layers=8, embed=1024, heads=8, mlp=4096, vocab=4096)
 SMALL = 100_000  # bytes: norms, and sums of the loss
 
 
-def for_h100(kind: Literal["muon", "adamw"], **settings) -> Program:
+def for_h100(kind: Literal["muon", "adamw", "soap"], **settings) -> Program:
     sizes = Batch(global_batch_size=64, seq_len=256)
     optimizer = Optimizer(kind=kind)
-    return program(target="h100:8", model=MODEL, batch=sizes, optimizer=optimizer, **settings)
+    defaults = {"target": "h100:8", "model": MODEL, "batch": sizes, "optimizer": optimizer}
+    return program(**defaults | settings)
 
 
 def sent(found: Iterable[Collective], *ops: str) -> float:
@@ -124,6 +125,22 @@ def test_muon_exchanges_shards_and_gathers_no_matrix(settings):
         moved = index.classify(one)
         assert moved.kind == "matrices of Muon"
         assert "parameters." in str(Reasons(of, index).find(one, moved, one.axes[0]))
+
+
+@pytest.mark.skipif(not find_spec("jax_plugins"), reason="no jax_plugins")
+def test_soap_exchanges_shards_and_gathers_no_matrix():
+    """As estimated; AdamW's gathers."""
+    settings = {"mesh": Mesh(fsdp=4, tensor=2), "rules": ("fsdp", "tensor")}
+    small = Model(layers=4, embed=256, heads=4, mlp=512, vocab=512)
+    of = for_h100("soap", **settings, model=small)
+    record = xla.compile(lower(of, "train")).record
+    found = [Collective.from_record(one) for one in record["collectives"]]
+    added = [one for one in found if "/soap/" in one.scope]
+    assert {one.op for one in added} == {"all-to-all"}
+    plain = predict_collectives(resolve(for_h100("adamw", **settings, model=small)))
+    wanted = predict_collectives(resolve(of))
+    estimated = sent(wanted, "all-to-all") - sent(plain, "all-to-all")
+    assert sent(added, "all-to-all") == pytest.approx(estimated, rel=0.02)
 
 
 def test_norms_of_modules_are_those_of_the_state():

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from graphtrain.config.schema import MixtureOfExperts, Model, Optimizer
+from graphtrain.config.resolve import resolve
+from graphtrain.config.schema import Batch, MixtureOfExperts, Model, Optimizer, Program
 from graphtrain.errors import ConfigError
 from graphtrain.graphs.optimizer import _is_matrix, make_optimizer, pack, unpack
 from graphtrain.models.decoder import parameter_specs
@@ -15,6 +16,9 @@ from graphtrain.models.matrices import (
     is_hidden_matrix,
     matrix_axes,
 )
+from graphtrain.models.optimizer_support import check_optimizer
+from graphtrain.models.preconditioners import preconditioner_specs
+from lowering.errors import LoweringError
 from lowering.trees import flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.mesh import MeshShape
@@ -96,6 +100,7 @@ def test_int8_moments_follow_those_in_float32(kind):
         ({"kind": "lion", "epsilon": 1e-6}, 'epsilon is not a setting of kind = "lion"; it is one'),
         ({"momentum": 0.9}, 'momentum is not a setting of kind = "adamw"; it is one of "sgd", "mu'),
         ({"kind": "adafactor", "moment_dtype": "bfloat16"}, "moment_dtype is not a setting of"),
+        ({"precondition_frequency": 5}, 'is not a setting of kind = "adamw"; it is one of "soap"'),
         ({"kind": "schedule_free", "beta1": 0.0}, "averages weights with beta1; raise it"),
         ({"kind": "schedule_free", "ema_decay": 0.9}, "remove ema_decay"),
         ({"kind": "muon", "custom": "a.py:make"}, 'custom takes the place of kind = "muon"'),
@@ -106,13 +111,14 @@ def test_settings_that_a_kind_has_not_are_refused(settings, words):
         Optimizer(**settings)
 
 
-def test_muon_without_a_named_matrix_is_refused():
+@pytest.mark.parametrize("kind", ["muon", "soap"])
+def test_an_optimizer_of_matrices_without_a_named_one_is_refused(kind):
     specs = {
         "embedding": ArraySpec((8, 4), ("vocab", "embed")),
         "x": ArraySpec((3, 3), (None,) * 2),
     }
     with pytest.raises(ConfigError, match="the model has no matrix whose axes have names"):
-        make_optimizer(Optimizer(kind="muon"), specs)
+        make_optimizer(Optimizer(kind=kind), specs)
 
 
 def test_rows_and_columns_of_matrices_follow_from_the_names_of_axes():
@@ -156,3 +162,20 @@ def test_constants_among_the_parameters_stay_bit_for_bit(kind):
     assert not updates["bias"].any()
     assert updates["w"].all()
     assert jnp.array_equal(flatten(pack(state))["ema/bias"], parameters["bias"])
+
+
+def test_preconditioners_are_sharded_as_their_matrix_and_long_sides_have_none():
+    spec = ArraySpec((2, 8, 4, 4), ("layers", "embed", "heads", "head_dim"))
+    assert preconditioner_specs(spec, 16) == {
+        "left": ArraySpec((2, 8, 8), ("layers", "embed", "heads")),
+        "right": ArraySpec((2, 16, 16), ("layers", "embed", "heads")),
+    }
+    assert list(preconditioner_specs(spec, 8)) == ["left"]
+
+
+@pytest.mark.parametrize("target", ["trn2:4", "ascend910b:8"])
+def test_soap_is_refused_where_the_compiler_has_no_decompositions(target):
+    batch = Batch(global_batch_size=8, seq_len=8)
+    program = Program(model=GPT2, target=target, batch=batch, optimizer=Optimizer(kind="soap"))
+    with pytest.raises(LoweringError, match="has no eigen- and QR decomposition"):
+        check_optimizer(resolve(program))

@@ -259,7 +259,7 @@ def test_a_full_disk_is_one_error(runs, tmp_path):
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("kind", ["muon", "adafactor", "schedule_free"])
+@pytest.mark.parametrize("kind", ["muon", "adafactor", "schedule_free", "soap"])
 @pytest.mark.parametrize("name", ["uneven", "rounds"])
 def test_the_state_of_every_optimizer_has_the_rows_of_the_layers(kind, name):
     """So it is reordered for a pipeline as weights are, whatever its arrays' other axes."""

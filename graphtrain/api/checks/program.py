@@ -100,11 +100,19 @@ def _remaining_problems(resolved: ResolvedProgram) -> Iterator[Problem]:
     from graphtrain.models.chunk_size import loss_chunk
     from graphtrain.models.compute_dtype import check_compute_dtype
     from graphtrain.models.lora.trainable import served_adapter_arrays
+    from graphtrain.models.optimizer_support import check_optimizer
 
     def serve_adapters(resolved: ResolvedProgram) -> object:
         return served_adapter_arrays(resolved.settings)
 
-    checks = check_compute_dtype, shard_weights, step_uses_flash_kernel, loss_chunk, serve_adapters
+    checks = (
+        check_compute_dtype,
+        check_optimizer,
+        shard_weights,
+        step_uses_flash_kernel,
+        loss_chunk,
+        serve_adapters,
+    )
     for check in checks:
         try:
             check(resolved)

@@ -16,7 +16,7 @@ from graphtrain.config.schema.types import (
 )
 from graphtrain.config.user_code import UserCode
 
-Kind = Literal["adamw", "lion", "sgd", "adafactor", "muon", "schedule_free"]
+Kind = Literal["adamw", "lion", "sgd", "adafactor", "muon", "schedule_free", "soap"]
 _DECAY = ("weight_decay", "decay_mask")
 _ADAM = ("beta1", "beta2", "epsilon")
 # Settings that each kind has, beside those of every kind.
@@ -30,12 +30,18 @@ _OF_KIND: dict[str, tuple[str, ...]] = {
         *(*_ADAM, *_DECAY, "moment_dtype"),
     ),
     "schedule_free": (*_ADAM, *_DECAY),
+    "soap": (
+        *("precondition_frequency", "max_precondition_dim"),
+        *(*_ADAM, *_DECAY, "moment_dtype"),
+    ),
 }
 _ONLY_OF_KINDS = tuple(dict.fromkeys(name for names in _OF_KIND.values() for name in names))
 _MOMENTUM = {"muon": 0.95, "sgd": 0.9}
 _NESTEROV = {"muon": True, "sgd": False}
 _NEWTON_SCHULZ_STEPS = 5
 _CONSISTENT_RMS = 0.2
+_PRECONDITION_FREQUENCY = 10
+_MAX_PRECONDITION_DIM = 10_000
 _EMPTY: Any = Field(default_factory=dict)
 
 
@@ -60,6 +66,8 @@ class Optimizer:
     nesterov: bool | None = None  # muon, sgd: Nesterov's momentum; unset: true, false
     newton_schulz_steps: Positive | None = None  # muon: iterations; unset: 5
     consistent_rms: PositiveFloat | None = None  # muon: root mean square of updates; unset: 0.2
+    precondition_frequency: Positive | None = None  # soap: steps between two eigenbases; unset: 10
+    max_precondition_dim: Positive | None = None  # soap: longer sides have none; unset: 10000
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # of averaged weights; unset: none
     skip_spikes: bool = False  # a step can be left undone; for run.spikes.on_spike = "skip"
     group_norms: bool = False  # metrics of the norms of parameters and updates, by module
@@ -131,6 +139,16 @@ class Optimizer:
     def consistent_rms_or_default(self) -> float:
         """Return the root mean square that Muon's updates have, whatever the matrix's shape."""
         return self.consistent_rms or _CONSISTENT_RMS
+
+    @property
+    def precondition_frequency_or_default(self) -> int:
+        """Return the number of steps between two updates of SOAP's eigenbases."""
+        return self.precondition_frequency or _PRECONDITION_FREQUENCY
+
+    @property
+    def max_precondition_dim_or_default(self) -> int:
+        """Return the length of the longest side of a matrix for which SOAP has an eigenbasis."""
+        return self.max_precondition_dim or _MAX_PRECONDITION_DIM
 
     @property
     def user_code(self) -> UserCode | None:

@@ -54,6 +54,7 @@ def test_arrays_are_those_of_the_model(name):
         Optimizer(kind="sgd", moment_dtype="int8"),
         Optimizer(kind="adafactor", offload_to_host=True),
         Optimizer(kind="schedule_free"),
+        Optimizer(kind="soap", max_precondition_dim=32, moment_dtype="bfloat16"),
     ],
 )
 def test_so_are_weights_and_moments_of_a_state(optimizer):
