@@ -366,6 +366,8 @@ def load(artifact: Artifact, target: Target) -> Executable:
     record = artifact.record
     placed_on = devices(target)
     check_fingerprint(record, placed_on)
+    if target.platform == "cpu" and b"lapack_" in artifact.payload:
+        private.initialize_lapack()
     arguments = unflatten(dict.fromkeys(record["inputs"], 0))
     inputs = tuple(arguments[name] for name in record["arguments"]), {}
     outputs = unflatten(dict.fromkeys(record["outputs"], 0))

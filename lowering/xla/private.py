@@ -183,6 +183,16 @@ def cpu_fingerprint(devices: Sequence[Device]) -> str:
     return f"{xla_client.get_topology_for_devices(devices).fingerprint():016x}"
 
 
+def initialize_lapack() -> None:
+    """Look up the LAPACK functions that executables for CPUs call.
+
+    JAX does so when it lowers such a call. A process that only loads one calls a null pointer.
+    """
+    from jaxlib.cpu import _lapack
+
+    _lapack.initialize()
+
+
 def change_pickled_executable(payload: bytes, change: Callable[[bytes], bytes]) -> bytes:
     """Return a payload of jax.experimental.serialize_executable with its executable changed.
 

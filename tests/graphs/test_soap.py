@@ -153,8 +153,8 @@ def of_matrix(
     assert bases.keys() == {
         side for side, size in (("left", rows), ("right", columns)) if size <= LARGEST
     }
-    left = np.float64(bases.get("left", np.eye(rows)))
-    right = np.float64(bases.get("right", np.eye(columns)))
+    left = bases.get("left", np.eye(rows)).astype(np.float64)
+    right = bases.get("right", np.eye(columns)).astype(np.float64)
     squares = {"left": np.zeros((rows, rows)), "right": np.zeros((columns, columns))}
     mean, variance = np.zeros_like(weight), np.zeros_like(weight)
     for step, g in enumerate(gradients):

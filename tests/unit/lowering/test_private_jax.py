@@ -4,6 +4,7 @@ Run these first with a new version of JAX. A failure names the function and what
 """
 
 import contextlib
+import pickle
 import socket
 import subprocess
 import sys
@@ -40,6 +41,8 @@ REMEDIES = {
     "would compile in silence; do not replace it by a null context.",
     "cpu_fingerprint": "jax/_src/cache_key.py, _hash_devices: use the digest that JAX's cache uses "
     "now. It must differ between instruction sets.",
+    "initialize_lapack": "jaxlib/lapack.py, prepare_lapack_call: find what it calls first. Without "
+    "it a run with the optimizer SOAP on a CPU crashes.",
     "change_pickled_executable": "jax/experimental/serialize_executable.py: find how the "
     "executable stands in the pickle, and change the search for 'exec'.",
     "split_executable": "xla/python/pjrt_ifrt, SerializeExecutable: find the new header. If "
@@ -150,6 +153,25 @@ def test_devices_have_a_fingerprint_that_stays():
     found = private.cpu_fingerprint(jax.devices("cpu"))
     assert len(found) == 16 and int(found, 16)
     assert found == private.cpu_fingerprint(jax.devices("cpu"))
+
+
+@canary("initialize_lapack")
+def test_a_process_that_lowers_nothing_calls_lapack(tmp_path):
+    compiled = jax.jit(lambda x: jnp.linalg.qr(x)[1]).lower(jnp.eye(4)).compile()
+    (tmp_path / "program").write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+    load = f"""
+import pickle, numpy as np
+from pathlib import Path
+from jax.experimental import serialize_executable
+from lowering.xla import private
+private.initialize_lapack()
+step = serialize_executable.deserialize_and_load(
+    *pickle.loads(Path({str(tmp_path / "program")!r}).read_bytes())
+)
+print(abs(np.asarray(step(np.eye(4, dtype=np.float32)))).sum())
+"""
+    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, check=True)
+    assert done.stdout == "4.0\n"
 
 
 @canary("change_pickled_executable", "split_executable")
