@@ -5,6 +5,7 @@ from pathlib import Path
 
 import commands_page
 import errors_page
+import families_page
 import machines_page
 import metrics_page
 import names_page
@@ -17,6 +18,7 @@ FOLDER = Path(__file__).parents[1] / "reference"
 PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands_page.page,
     "errors.md": errors_page.page,
+    "families.md": families_page.page,
     "machines.md": machines_page.page,
     "metrics.md": metrics_page.page,
     "names-elsewhere.md": names_page.page,

@@ -32,7 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results = read_results()
     for family in arguments.only or families():
-        if family in results and not (arguments.again or arguments.only):
+        if results.get(family) and not (arguments.again or arguments.only):
             continue
         results[family] = check(family)
         write_results(results)

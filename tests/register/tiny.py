@@ -60,6 +60,7 @@ _SIZES: dict[str, int] = {
 _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mamba2": {"num_heads": 4, "head_dim": 16},
+    "dots1": {"n_routed_experts": 4},
     "zamba2": {"n_mamba_heads": 4, "mamba_headdim": 16},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
     "hunyuan_v1_dense": {"head_dim": 8},
