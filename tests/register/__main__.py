@@ -34,7 +34,8 @@ def main() -> None:
     for family in arguments.only or families():
         if results.get(family) and not (arguments.again or arguments.only):
             continue
-        results[family] = check(family)
+        found = check(family)
+        results = read_results() | {family: found}  # others may have been checked meanwhile
         write_results(results)
         verdicts = " ".join(
             f"{name}:{'ok' if one['passed'] else 'no'}" for name, one in results[family].items()
