@@ -11,6 +11,8 @@ from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.errors import GraphtrainError, MissingProgram, UserError
 from lowering.artifact import Artifact
+from lowering.trees import Tree
+from sharding_rules.mesh import MeshShape
 
 
 class LoadedPrograms:
@@ -77,6 +79,18 @@ class LoadedPrograms:
             assert artifact is not None, f"{name} is loaded once"
             self._loaded[name] = self._load(name, artifact)
         return self._loaded[name]
+
+    def inputs(self, graph: str, name: str) -> Tree:
+        """Return shapes, dtypes and shardings of one input of a graph, without loading it."""
+        from lowering.xla.backend import described_inputs  # JAX, after the programs are looked up
+
+        artifact = self._artifacts.get(graph)
+        if artifact is None:  # it is loaded
+            return self._loaded[graph].inputs(name)
+        backend = lowering.backend(self._target)
+        shape = MeshShape(artifact.record["mesh"])
+        mesh = backend.make_mesh(shape, backend.devices(self._target))
+        return described_inputs(artifact.record, mesh, name)
 
     def load_all(self) -> None:
         """Load every graph.

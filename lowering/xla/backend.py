@@ -339,21 +339,24 @@ class Executable:
 
     def inputs(self, name: str) -> Tree:
         """Return shapes, dtypes and shardings of one input, as a tree of jax.ShapeDtypeStruct."""
-        return unflatten(
-            {
-                path.removeprefix(name).lstrip("/"): self._struct(fact)
-                for path, fact in self.record["inputs"].items()
-                if path == name or path.startswith(f"{name}/")
-            }
-        )
+        return described_inputs(self.record, self.mesh, name)
 
-    def _struct(self, fact: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
+
+def described_inputs(record: Mapping[str, Any], mesh: Mesh, name: str) -> Tree:
+    """Return what `Executable.inputs` does, for a program that need not be loaded."""
+
+    def described(fact: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
         split = PartitionSpec(*(tuple(names) or None for names in fact["split"]))
-        return jax.ShapeDtypeStruct(
-            fact["shape"],
-            fact["dtype"],
-            sharding=NamedSharding(self.mesh, split, memory_kind=MEMORY_KINDS[fact["memory"]]),
-        )
+        sharding = NamedSharding(mesh, split, memory_kind=MEMORY_KINDS[fact["memory"]])
+        return jax.ShapeDtypeStruct(fact["shape"], fact["dtype"], sharding=sharding)
+
+    return unflatten(
+        {
+            path.removeprefix(name).lstrip("/"): described(fact)
+            for path, fact in record["inputs"].items()
+            if path == name or path.startswith(f"{name}/")
+        }
+    )
 
 
 def load(artifact: Artifact, target: Target) -> Executable:

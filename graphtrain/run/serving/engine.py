@@ -83,8 +83,7 @@ class CompiledEngine:
             self._load(parameters, weights_name)
         else:
             self._weights, self._weights_name = weights, weights_name
-            graph = graphs[f"prefill_{self._serve.prefill[0]}"]
-            self._state = self._empty(graph, "state")  # as serve_init makes it
+            self._state = self._empty_state()  # as serve_init makes it
         self._active = np.zeros(self.slots, bool)
         self._slot_adapters: list[str | None] = [None] * self.slots
         self._written = WrittenPositions(
@@ -294,9 +293,9 @@ class CompiledEngine:
             for slot in slots:
                 self.copy_prefix(sound, slot, 0)
         elif not self._active.any():
-            graph, nothing = self._graphs[f"prefill_{self._serve.prefill[0]}"], None
+            nothing: Any = None
             self._state = nothing  # freed before
-            self._state = self._empty(graph, "state")
+            self._state = self._empty_state()
 
     def can_reuse(self, slot: int, length: int) -> bool:
         return self._written.can_reuse(slot, length)
@@ -312,7 +311,7 @@ class CompiledEngine:
                 size = self._size(len(rest), offset)
                 rest = rest[:size]
                 graph = self._graphs[f"score_{size}"]
-                cache = self._empty(graph, "kv_cache") if cache is None else cache
+                cache = self._empty(graph.inputs("kv_cache")) if cache is None else cache
                 targets = tokens[offset + 1 : offset + 1 + len(rest)]
                 outputs = graph(
                     self._weights,
@@ -425,10 +424,12 @@ class CompiledEngine:
 
         return jax.tree.map(np.asarray, self._backend.checkpoint_arrays(tree))
 
-    def _empty(self, graph: Any, name: str) -> Tree:
+    def _empty_state(self) -> Tree:
+        return self._empty(self._graphs.inputs(_first_prefill(self._program), "state"))
+
+    def _empty(self, described: Tree) -> Tree:
         import jax
 
-        described = graph.inputs(name)
         zeros = jax.tree.map(lambda array: np.zeros(array.shape, array.dtype), described)
         return self._backend.to_devices(zeros, described)
 
@@ -501,7 +502,7 @@ def _weights_or_parameters(
     if merged is not None or served.settings.serve.total_adapter_rank:
         kept = None  # the factors are among the weights
     if kept is not None:
-        described = graphs[f"prefill_{served.settings.serve.prefill[0]}"].inputs("weights")
+        described = graphs.inputs(_first_prefill(served), "weights")
         try:
             if (weights := kept.read(served, described)) is not None:
                 return weights, None, None
@@ -526,6 +527,10 @@ def load_checkpoint(engine: CompiledEngine, program: ResolvedProgram, run: Run, 
         )[1],
         f"{directory}/{step}",
     )
+
+
+def _first_prefill(program: ResolvedProgram) -> str:
+    return f"prefill_{program.settings.serve.prefill[0]}"
 
 
 def _padded(tokens: Sequence[int], size: int) -> np.ndarray:

@@ -38,6 +38,9 @@ class ProgramsCompiledHere:
     def __getitem__(self, name: str) -> Any:
         return self._loaded[name]
 
+    def inputs(self, graph: str, name: str) -> Any:
+        return self._loaded[graph].inputs(name)
+
     def _load(self, program: ResolvedProgram, name: str) -> Any:
         backend = lowering.backend(program.target)
         graph = build_graph(program, name)
