@@ -1,13 +1,21 @@
 """Tasks of multiple choice beside lm-eval with transformers: questions per second.
 
-A Llama of 125 million random weights in float32. `letters` is shaped like MMLU: five examples, a
-question, and the letters A to D. `texts` is shaped like HellaSwag: no examples, and four endings
-of 20 words. Each contestant runs in a process of its own, in turn; what is timed is lm-eval's call
-of the model with all requests, after a call with those of two other questions. Processor seconds
-are those of all threads: on a busy machine, their ratio tells more than that of the rates.
+A Llama of 125 million random weights in float32. `letters` is shaped like MMLU: subjects, each with
+five examples of its own before every question, and the letters A to D. MMLU has 57 subjects of 246
+questions on average (14,042 in all); here are `--subjects` of `--questions` each. With fewer
+questions of a subject than MMLU has, its examples weigh more, and what is gained by computing them
+once is understated: with 12, they weigh as much as half of the questions. `texts` is shaped like
+HellaSwag: no examples, `--questions` questions, and four endings of 20 words. Lengths vary, from
+half to one and a half of the mean, as those of MMLU's questions and examples do.
 
-    python tests/benchmarks/evaluation.py [--rounds 3] [--questions 40] [--json FILE]
-        [--directory DIR]
+Each contestant runs in a process of its own, in turn; what is timed is lm-eval's call of the model
+with all requests, after a call with those of two questions of each subject. In the call that is
+timed, graphtrain also loads its programs; the weights are loaded before, as those of transformers.
+Processor seconds are those of all threads: on a busy machine, their ratio tells more than that of
+the rates.
+
+    python tests/benchmarks/evaluation.py [--rounds 3] [--subjects 2] [--questions 60]
+        [--json FILE] [--directory DIR]
 """
 
 import argparse
@@ -35,7 +43,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "texts": {"doc_to_text": "{{question}}", "doc_to_choice": "{{[a, b, c, d]}}",
               "num_fewshot": 0},
 }  # fmt: skip
-LENGTHS = {"letters": (40, 5), "texts": (60, 20)}  # words of a question and of a choice
+LENGTHS = {"letters": (40, 5), "texts": (60, 20)}  # mean words of a question and of a choice
 
 
 def make_model(directory: Path) -> None:
@@ -77,13 +85,14 @@ data = {{ train = "{directory}/absent" }}
     )
 
 
-def write_task(directory: Path, task: str, questions: int) -> Path:
+def write_task(directory: Path, kind: str, subject: int, questions: int) -> Path:
     """Write rows of random words, and the file of the task."""
+    task = f"{kind}{subject}"
     source = random.Random(task)
-    length, choice = LENGTHS[task]
+    length, choice = LENGTHS[kind]
 
-    def words(count: int) -> str:
-        return " ".join(source.choices(WORDS, k=count))
+    def words(mean: int) -> str:
+        return " ".join(source.choices(WORDS, k=source.randint(mean // 2, mean * 3 // 2)))
 
     for split, count in (("dev", 5), ("test", questions)):
         rows = [
@@ -93,7 +102,7 @@ def write_task(directory: Path, task: str, questions: int) -> Path:
         ]  # fmt: skip
         (directory / f"{task}-{split}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     files = {split: str(directory / f"{task}-{split}.jsonl") for split in ("dev", "test")}
-    settings = TASKS[task] | {
+    settings = TASKS[kind] | {
         "task": task, "dataset_path": "json", "output_type": "multiple_choice",
         "dataset_kwargs": {"data_files": files, "cache_dir": str(directory / "datasets")},
         "test_split": "test", "fewshot_split": "dev", "doc_to_target": "answer",
@@ -119,10 +128,10 @@ def seconds_of_calls(model: Any) -> list[tuple[float, float]]:
     return seconds
 
 
-def contestant(name: str, directory: Path, task: Path) -> tuple[float, float]:
+def contestant(name: str, directory: Path, tasks: list[Path]) -> tuple[float, float]:
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     if name == OURS:
-        return of_graphtrain(directory, task)
+        return of_graphtrain(directory, tasks)
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -134,13 +143,12 @@ def contestant(name: str, directory: Path, task: Path) -> tuple[float, float]:
     seconds = seconds_of_calls(model)
     manager = TaskManager(include_path=str(directory), include_defaults=False)
     for limit in (2, None):
-        simple_evaluate(
-            model, tasks=[task.stem], task_manager=manager, limit=limit, bootstrap_iters=0
-        )
+        names: list[Any] = [task.stem for task in tasks]
+        simple_evaluate(model, tasks=names, task_manager=manager, limit=limit, bootstrap_iters=0)
     return seconds[-1]
 
 
-def of_graphtrain(directory: Path, task: Path) -> tuple[float, float]:
+def of_graphtrain(directory: Path, tasks: list[Path]) -> tuple[float, float]:
     import shutil
 
     from graphtrain.run.evaluation import harness_model
@@ -158,8 +166,9 @@ def of_graphtrain(directory: Path, task: Path) -> tuple[float, float]:
 
     for limit in (2, None):
         shutil.rmtree(directory / "run/evaluation", ignore_errors=True)  # the answers so far
+        names = [str(task) for task in tasks]
         gt.evaluate_tasks(
-            directory / "evaluation.toml", [str(task)], limit=limit, cache=directory / "cache"
+            directory / "evaluation.toml", names, limit=limit, cache=directory / "cache"
         )
     return models[-1].calls[-1]
 
@@ -167,11 +176,12 @@ def of_graphtrain(directory: Path, task: Path) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--questions", type=int, default=40)
+    parser.add_argument("--subjects", type=int, default=2, help="of letters")
+    parser.add_argument("--questions", type=int, default=60, help="of each subject")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--directory", type=Path, help="keep the model and the programs here")
     parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--task", type=Path, action="append", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.contestant:
         seconds = contestant(arguments.contestant, arguments.directory, arguments.task)
@@ -183,19 +193,22 @@ def main() -> None:
     results: dict[str, Any] = {}
     spent: dict[str, Any] = {}
     for task in TASKS:
-        file = write_task(directory, task, arguments.questions)
+        subjects = arguments.subjects if task == "letters" else 1
+        files = [write_task(directory, task, at, arguments.questions) for at in range(subjects)]
+        questions = subjects * arguments.questions
         rates: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
         costs: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
         for _ in range(arguments.rounds):
             for name in CONTESTANTS:
-                words = ["--contestant", name, "--directory", directory, "--task", file]
+                words = ["--contestant", name, "--directory", directory]
+                words += [word for file in files for word in ("--task", file)]
                 done = subprocess.run(
                     [sys.executable, __file__, *words], env=ENVIRONMENT, check=True, text=True,
                     stdout=subprocess.PIPE,
                 )  # fmt: skip
                 seconds, processor_seconds = map(float, done.stdout.split()[-2:])
-                rates[name].append(arguments.questions / seconds)
-                costs[name].append(processor_seconds / arguments.questions)
+                rates[name].append(questions / seconds)
+                costs[name].append(processor_seconds / questions)
         ratios = {
             f"{OURS} / {name}": round(
                 statistics.median(a / b for a, b in zip(rates[OURS], rates[name], strict=True)), 2
