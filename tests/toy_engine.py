@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from graphtrain.config.schema.serve import TOP_LOG_PROBS
 from graphtrain.run.serving.engine_protocol import SamplingParameters, TokenChoice
-from graphtrain.run.serving.row_engine import RowTokens, TargetScore
+from graphtrain.run.serving.row_engine import PackedRow, RowTokens, TargetScore
 from graphtrain.run.serving.written_positions import WrittenPositions
 
 Answer = Callable[[Sequence[int], int], int]  # tokens before, seed
@@ -168,6 +168,40 @@ class ToyEngine:
                 [TargetScore(one.log_prob, one.token == one.top[0][0]) for one in choices]
             )
         return scores
+
+    @property
+    def packed_rows(self) -> int:
+        return 1 if self.slots % 2 else 2
+
+    @property
+    def packed_sizes(self) -> tuple[int, ...]:
+        return (max(1, self.chunk // 4), self.chunk)
+
+    def score_packed(
+        self, rows: Sequence[PackedRow], prefix: int, size: int
+    ) -> list[list[TargetScore]]:
+        self._begin_call("score_packed", sum(len(row.tokens) for row in rows))
+        assert len(rows) == self.packed_rows and size in self.packed_sizes
+        scores = []
+        for slot, row in enumerate(rows):
+            assert len(row.tokens) <= size >= len(row.targets)
+            assert not row.tokens or self.can_reuse(slot, prefix)
+            held = self._before(slot, prefix) if row.tokens else []
+            scores.append([self._packed_score(row, held, prefix, *one) for one in row.targets])
+        return scores
+
+    def _packed_score(
+        self, row: PackedRow, held: list[int], prefix: int, last: int, token: int
+    ) -> TargetScore:
+        own = {
+            row.positions[at]: row.tokens[at]
+            for at in range(last + 1)
+            if row.texts[at] == row.texts[last] and row.branches[at] in (0, row.branches[last])
+        }
+        assert sorted(own) == list(range(prefix, prefix + len(own)))
+        before = [*held, *(own[position] for position in sorted(own))]
+        choice = self._choice(token, before[-(self.window or len(before)) :], None)
+        return TargetScore(choice.log_prob, choice.token == choice.top[0][0])
 
     def is_active(self, slot: int) -> bool:
         return slot in self._active

@@ -86,6 +86,11 @@ def batch_shards(program: ResolvedProgram) -> int:
     return program.mesh.size(program.rules.activations.get("batch", ()))
 
 
+def packed_rows(program: ResolvedProgram) -> int:
+    """Return the number of rows of packed texts in a call: one, or as many as slots on a mesh."""
+    return 1 if batch_shards(program) == 1 else program.settings.serve.slots
+
+
 def _weights_dtype(program: ResolvedProgram) -> Literal["float32", "bfloat16", "int8"]:
     serve = program.settings.serve
     if serve.weights_dtype != "auto":

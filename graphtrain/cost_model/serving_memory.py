@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from graphtrain.config.schema.types import item_bytes
-from graphtrain.config.serving_program import batch_shards
+from graphtrain.config.serving_program import batch_shards, packed_rows
 from graphtrain.cost_model.served_sizes import ServedSizes, vocab_weights
 from graphtrain.models.flops import is_gated
 from graphtrain.models.grouped_matmul_support import step_computes_all_experts
@@ -19,6 +19,7 @@ from graphtrain.models.matmul_support import converts_weights
 _CHOICE_LOGITS = {"cpu": 7, "cuda": 3, "rocm": 3}
 _FEWEST_LOGITS = 2
 _TARGETS = 8  # of each row whose logits score_rows computes at once, see graphs.row_scores
+_PACKED_TARGETS = 32  # of all rows in score_packed, see graphs.packed_scores
 _WORKSPACE = 4 << 20  # of cuBLAS
 _COPIED = 16 << 20  # XLA for GPUs copies weights for products of one row, up to about this size
 _VMEM = 128 << 20  # of a TPU; the compiler's peak counts what it keeps there
@@ -45,6 +46,12 @@ def temporaries(model: ServedSizes, graph: str) -> int:
         scores = _scores(model, rows * int(size), rows * _TARGETS, rows)
         head = _matrix_in_float32(model, "vocab", rows * _TARGETS)
         return round(scores + head + _workspace(model))
+    if kind == "score_packed":
+        all_rows = packed_rows(model.program)
+        rows = min(all_rows, model.slots_of_device)
+        targets = rows * max(1, _PACKED_TARGETS // all_rows)
+        scores = _scores(model, rows * int(size), targets, rows, keys=int(size))
+        return round(scores + _matrix_in_float32(model, "vocab", targets) + _workspace(model))
     tokens = int(size) if kind == "prefill" else 1
     serve, shards = model.program.settings.serve, batch_shards(model.program)
     inherited = 0  # by beams, from the slots of their parents
@@ -73,7 +80,7 @@ def _choice_logits(model: ServedSizes) -> int:
     return _CHOICE_LOGITS.get(model.program.target.platform, _FEWEST_LOGITS)
 
 
-def _scores(model: ServedSizes, tokens: int, targets: int, rows: int = 1) -> float:
+def _scores(model: ServedSizes, tokens: int, targets: int, rows: int = 1, keys: int = 0) -> float:
     """Return the bytes of a program that returns the log-probabilities of given tokens.
 
     Args:
@@ -81,6 +88,7 @@ def _scores(model: ServedSizes, tokens: int, targets: int, rows: int = 1) -> flo
         tokens: number of tokens that it processes.
         targets: number of tokens whose logits it computes at once.
         rows: number of sequences of a device.
+        keys: number of keys of the row itself that attention reads at once.
     """
     platform, vocab = model.program.target.platform, model.program.model.vocab
     shards = model.mesh.size(model.program.rules.activations.get("vocab", ()))
@@ -90,18 +98,18 @@ def _scores(model: ServedSizes, tokens: int, targets: int, rows: int = 1) -> flo
     # Sums of integers, before they are scaled.
     arrays += platform == "cpu" and any(each.is_int8 for each in vocab_weights(model.weights))
     logits = 4 * targets * vocab / shards * arrays
-    in_layers = max(_layer(model, tokens, rows), _layer_in_float32(model, tokens))
+    in_layers = max(_layer(model, tokens, rows, keys), _layer_in_float32(model, tokens))
     return max(logits, in_layers + _experts(model) + _gathered(model, hoisted=False))
 
 
-def _layer(model: ServedSizes, tokens: int, rows: int = 1) -> float:
+def _layer(model: ServedSizes, tokens: int, rows: int = 1, keys: int = 0) -> float:
     """Return the bytes of the largest layer's activations: hidden values and scores."""
     settings, rules = model.native.model, model.program.rules.activations
     if model.program.target.platform == "tpu":  # in VMEM
         return 0.0
     on_cpu, item = model.program.target.platform == "cpu", _item(model)
     hidden = tokens * settings.mlp / model.mesh.size(rules.get("mlp", ())) * item
-    keys = model.cache_layout.block if on_cpu else model.cached_positions
+    keys = max(keys, model.cache_layout.block if on_cpu else model.cached_positions)
     heads = settings.heads / model.mesh.size(rules.get("heads", ()))
     scores = tokens * heads * keys * (12 if on_cpu else 4 + item)
     hidden *= 3 if is_gated(settings) else 2

@@ -4,7 +4,12 @@ from typing import Literal
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Run
-from graphtrain.config.serving_program import batch_shards, serving_program, without_adapters
+from graphtrain.config.serving_program import (
+    batch_shards,
+    packed_rows,
+    serving_program,
+    without_adapters,
+)
 
 NO_TOKEN = -1  # in the outputs of decode, after the last token of a sequence
 ADAPTER_RANKS = "adapter_ranks"  # of a sequence: begin and end of its adapter's ranks
@@ -75,6 +80,7 @@ def graphs_for(program: ResolvedProgram, purpose: Purpose) -> tuple[ResolvedProg
         names += [f"score_{size}" for size in serve.prefill]
     if purpose == "evaluate":
         names += [f"score_rows_{size}" for size in row_sizes(served)]
+        names += [f"score_packed_{size}" for size in packed_sizes(served)]
     return served, names
 
 
@@ -82,5 +88,18 @@ def row_sizes(served: ResolvedProgram) -> tuple[int, ...]:
     """Return the numbers of tokens of each slot that the programs `score_rows_N` process."""
     serve = served.settings.serve
     first, *others = serve.prefill
-    sizes = (size for size in others if size * serve.slots <= _MOST_TOKENS)
-    return tuple(dict.fromkeys((min(_FEW_TOKENS, first), first, *sizes)))
+    # For long texts alone: others are packed.
+    largest = [size for size in others if size * serve.slots <= _MOST_TOKENS][-1:] or [first]
+    return tuple(dict.fromkeys((min(_FEW_TOKENS, first), *largest)))
+
+
+def packed_sizes(served: ResolvedProgram) -> tuple[int, ...]:
+    """Return the numbers of tokens of each row that the programs `score_packed_N` process.
+
+    These are sizes of prefill: the largest that a call has room for, and smaller ones for the last
+    texts of a group and for continuations of long texts.
+    """
+    sizes = served.settings.serve.prefill
+    fitting = [size for size in sizes if size * packed_rows(served) <= _MOST_TOKENS] or sizes[:1]
+    smaller = [size for size in fitting if size <= fitting[-1] // 4][-1:]
+    return tuple(dict.fromkeys((fitting[0], *smaller, fitting[-1])))

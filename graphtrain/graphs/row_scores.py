@@ -57,7 +57,7 @@ def row_scores_graph(program: ResolvedProgram, size: int) -> Graph:
             state["kv_cache"],
             tokens,
             continued_rows(program, offset),
-            read=partial(_target_scores, after=after, targets=targets, count=count),
+            read=partial(target_scores, after=after, targets=targets, count=count),
         )
         return {"state": state | {"kv_cache": kv_cache}, "scores": scores}
 
@@ -71,45 +71,59 @@ def row_scores_graph(program: ResolvedProgram, size: int) -> Graph:
         "targets": by_token,
         "count": scalar("int32"),
     }
-    scores = {
-        name: ArraySpec((slots, size), (read_axis(program), None), dtype, "activation")
-        for name, dtype in (("log_prob", "float32"), ("likeliest", "int32"))
-    }
-    outputs = {"state": state_specs(program), "scores": scores}
+    outputs = {"state": state_specs(program), "scores": score_specs(program, slots, size)}
     return Graph(f"score_rows_{size}", score_rows, inputs, outputs, donated=("state",))
 
 
-def _target_scores(
+def score_specs(program: ResolvedProgram, rows: int, size: int) -> Tree:
+    """Return the ArraySpecs of what `target_scores` returns, which every process reads."""
+    axis = None if rows == 1 else read_axis(program)
+    return {
+        name: ArraySpec((rows, size), (axis, None), dtype, "activation")
+        for name, dtype in (("log_prob", "float32"), ("likeliest", "int32"))
+    }
+
+
+def target_scores(
     logits_at: Callable[[jax.Array], jax.Array],
     after: jax.Array,
     targets: jax.Array,
     count: jax.Array,
+    block: int = _BLOCK,
 ) -> Tree:
-    """Return the log-probabilities of targets, and the most likely token in place of each."""
+    """Return the log-probabilities of targets, and the most likely token in place of each.
+
+    Args:
+        logits_at: Returns the logits at indices of tokens (rows, indices).
+        after: Index of the token that each target follows (rows, targets).
+        targets: Tokens (rows, targets).
+        count: Number of targets of the row that has most.
+        block: Number of targets of each row whose logits are computed at once.
+    """
     rows, size = targets.shape
-    blocks = -(-size // _BLOCK)
-    padding = ((0, 0), (0, blocks * _BLOCK - size))
+    blocks = -(-size // block)
+    padding = ((0, 0), (0, blocks * block - size))
     after, targets = jnp.pad(after, padding), jnp.pad(targets, padding)
-    shape = rows, blocks * _BLOCK
+    shape = rows, blocks * block
     scores = {"log_prob": jnp.zeros(shape), "likeliest": jnp.zeros(shape, jnp.int32)}
 
     def is_unfinished(carry: tuple[jax.Array, Tree]) -> jax.Array:
         return carry[0] < count
 
     def score_block(index: jax.Array, carry: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
-        begin = index * _BLOCK
-        read = partial(jax.lax.dynamic_slice_in_dim, start_index=begin, slice_size=_BLOCK, axis=1)
+        begin = index * block
+        read = partial(jax.lax.dynamic_slice_in_dim, start_index=begin, slice_size=block, axis=1)
         logits, wanted = logits_at(read(after)), read(targets)
         given = jnp.take_along_axis(logits, wanted[..., None], 2)[..., 0]
         found = {
             "log_prob": given - jax.nn.logsumexp(logits, -1),
-            "likeliest": likeliest(logits.reshape(rows * _BLOCK, -1)).reshape(rows, _BLOCK),
+            "likeliest": likeliest(logits.reshape(rows * block, -1)).reshape(rows, block),
         }
         written = {
             name: jax.lax.dynamic_update_slice_in_dim(array, found[name], begin, 1)
             for name, array in carry[1].items()
         }
-        return begin + _BLOCK, written
+        return begin + block, written
 
     _, scores = repeat_while(is_unfinished, score_block, (jnp.int32(0), scores), blocks)
     return {name: array[:, :size] for name, array in scores.items()}

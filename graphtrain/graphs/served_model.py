@@ -19,7 +19,7 @@ from graphtrain.graphs.served_adapters import (
     with_adapters,
 )
 from graphtrain.models.attention.cache_layout import CacheSize, cache_layout
-from graphtrain.models.attention.kv_cache import CacheRows, layer_cache_specs
+from graphtrain.models.attention.kv_cache import CacheRows, PackedTokens, layer_cache_specs
 from graphtrain.models.int8_weight import Int8Weight, quantize_int8
 from graphtrain.models.lora.trainable import ADAPTERS
 from graphtrain.models.matmul import few_rows
@@ -238,10 +238,13 @@ def cache_size(program: ResolvedProgram) -> CacheSize:
 
 
 def continued_rows(
-    program: ResolvedProgram, offset: jax.Array, slot: jax.Array | None = None
+    program: ResolvedProgram,
+    offset: jax.Array,
+    slot: jax.Array | None = None,
+    packed: PackedTokens | None = None,
 ) -> CacheRows:
     """Return the rows of a batch that continues sequences, in the layout of the target."""
-    return CacheRows(offset, program.batch.seq_len, slot, cache_layout(program.target))
+    return CacheRows(offset, program.batch.seq_len, slot, cache_layout(program.target), packed)
 
 
 def read_axis(program: ResolvedProgram) -> str | None:

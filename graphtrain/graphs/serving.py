@@ -5,6 +5,7 @@
 - `decode` generates the next tokens of all slots, `decode_one` those of one slot;
 - `score_N` returns the log-probabilities of N given tokens;
 - `score_rows_N` those of given tokens after up to N tokens of every slot, see `graphs.row_scores`;
+- `score_packed_N` those in many texts that share a prefix, see `graphs.packed_scores`;
 - `copy_prefix` copies the KV cache of a slot to another one;
 - `decode_beams` processes one token of each beam of a beam search, see `graphs.beams`.
 
@@ -21,6 +22,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.beams import decode_beams_graph
 from graphtrain.graphs.names import ADAPTER_RANKS, NO_TOKEN
 from graphtrain.graphs.open_model import open_language_model
+from graphtrain.graphs.packed_scores import packed_scores_graph
 from graphtrain.graphs.row_scores import row_scores_graph
 from graphtrain.graphs.sampling import choice_specs, choose, given_choice
 from graphtrain.graphs.served_adapters import adapter_input, ranks_input
@@ -44,7 +46,12 @@ from sharding_rules.arrays import ArraySpec
 def serving_graph(program: ResolvedProgram, name: str) -> Graph | None:
     """Build the graph of this name in `names.graphs_for`; None if it is not one of them."""
     kind, _, size = name.rpartition("_")
-    by_size = {"prefill": _prefill, "score": _score, "score_rows": row_scores_graph}
+    by_size = {
+        "prefill": _prefill,
+        "score": _score,
+        "score_rows": row_scores_graph,
+        "score_packed": packed_scores_graph,
+    }
     if kind in by_size and size.isdigit():
         return by_size[kind](program, int(size))
     builders = {

@@ -1,4 +1,4 @@
-"""Log-probabilities from the slots of a KV cache, against the model on whole texts."""
+"""Log-probabilities of packed texts, and from slots, against the model on whole texts."""
 
 import dataclasses
 
@@ -12,7 +12,8 @@ from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Serve
 from graphtrain.graphs.names import graphs_for
 from graphtrain.graphs.open_model import open_language_model
-from graphtrain.run.evaluation.continuation_scores import ScoredText, score_continuations
+from graphtrain.run.evaluation.continuation_scores import ScoredText
+from graphtrain.run.evaluation.packed_scores import score_texts
 from graphtrain.run.serving.engine import CompiledEngine
 from lowering.xla import backend as xla
 
@@ -49,9 +50,9 @@ def test_scores_are_those_of_the_model_on_whole_texts(where):
     random = np.random.default_rng(0)
     examples, others = (tuple(random.integers(0, 64, 330).tolist()) for _ in range(2))
     contexts = [examples[:300], others[:60], *((*examples, token) for token in range(5))]
-    ends = [(1,), (2,), (3, 4, 5), (3, 4, 6), tuple(range(30))]
+    ends = [(1,), (2,), (3, 4, 5), (3, 4, 6), tuple(range(30)), tuple(range(40))]
     texts = [ScoredText((*context, *end), len(context)) for context in contexts for end in ends]
-    got = dict(score_continuations(engine, texts))
+    got = dict(score_texts(engine, texts))
 
     model, longest = open_language_model(of.model), max(len(text.tokens) for text in texts)
     tokens = np.zeros((len(texts), longest), np.int32)

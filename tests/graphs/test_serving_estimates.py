@@ -46,7 +46,7 @@ IMPORTED = TorchModel(hf=str(Path(__file__).parents[2] / "examples/hf-llama"))
 WIDE = Model(layers=2, embed=4096, heads=32, kv_heads=8, mlp=14336, vocab=128256)
 # Model, target, mesh, and programs, of which the first one reads weights and state.
 PAIRS = {
-    "Llama, cpu:1": (LLAMA, "cpu:1", Mesh(), ["decode", "score_512", "score_rows_32"]),
+    "Llama, cpu:1": (LLAMA, "cpu:1", Mesh(), ["decode", "score_512", "score_packed_512"]),
     "Llama, cpu:8": (LLAMA, "cpu:8", Mesh(data=2, fsdp=2, tensor=2), ["decode", "score_512"]),
     "GPT-2, cpu:1": (GPT2, "cpu:1", Mesh(), ["decode_one"]),
     "imported Llama, cpu:1": (IMPORTED, "cpu:1", Mesh(), ["decode"]),

@@ -11,9 +11,10 @@ from graphtrain.config.schema import AttentionImplementation
 from graphtrain.models.attention.cache_layout import is_rolling
 from graphtrain.models.attention.kernel_support import AttentionSpec, uses_paged_kernel
 from graphtrain.models.attention.kv_cache import CacheRows, LayerCache, cache_rows
+from graphtrain.models.attention.online_softmax import Sums, add_keys, attention_of, no_sums
+from graphtrain.models.attention.packed import attend_packed
 from graphtrain.models.attention.paged import heads_match, paged_attention
-from graphtrain.models.attention.score_mods import ScoreTransform, transform_scores
-from graphtrain.models.matmul import dot
+from graphtrain.models.attention.score_mods import ScoreTransform
 from lowering.tracing.constrain import constrain
 from lowering.tracing.cpu_hints import on_cpu
 from lowering.tracing.current_target import traced_target
@@ -21,8 +22,6 @@ from lowering.tracing.current_target import traced_target
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
-
-_NO_SCORE = -1e30  # finite, so that the difference of two is no NaN
 
 
 def attend_to_cache(
@@ -37,6 +36,7 @@ def attend_to_cache(
     """Add new tokens to a layer's KV cache, and return their attention to all of their sequence.
 
     One new token of each row is computed by a kernel of paged attention where the target has one.
+    Packed texts are not added.
 
     Args:
         cache: KV cache of the layer, which is updated.
@@ -47,9 +47,12 @@ def attend_to_cache(
         window: Sliding window in positions; without it, a query sees all earlier keys.
         implementation: "dense" never uses a kernel.
     """
-    cache.update(key, value)
     rows, target = cache_rows(), traced_target()
     assert rows is not None
+    if rows.packed is not None:
+        output = attend_packed(cache, query, key, value, rows, scoring, window)
+        return constrain(output, "batch", "seq", "heads", "head_dim")
+    cache.update(key, value)
     _check_window(cache, query.shape[1], rows, window)
     spec = AttentionSpec(
         dtype=query.dtype.name,
@@ -87,9 +90,6 @@ def _attend_by_products(
     On a CPU the softmax is computed block by block of keys, over the blocks that a sequence has
     reached: time follows the tokens that there are, not the length of the cache. Elsewhere all
     scores are computed at once, because a loop of unknown length would wait for the host.
-
-    Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", algorithm 3,
-    https://arxiv.org/abs/1805.02867
     """
     layout = rows.layout
     batch, length, heads, head_dim = query.shape
@@ -100,35 +100,16 @@ def _attend_by_products(
     block = layout.block if on_cpu() else cached_length
     rolling = is_rolling(cached_length, rows.context_length)
 
-    def add_block(index: jax.Array, carry: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
-        largest, total, output = carry
+    def add_block(index: jax.Array, carry: Sums) -> Sums:
         begin = (index % (cached_length // block) if rolling else index) * block
-        keys = _block(cache.key, rows, begin, block, layout.key)
-        values = _block(cache.value, rows, begin, block, layout.value)
-        products = dot(f"bqhgd,{layout.key}->bhqgk", grouped, keys.astype(query.dtype), jnp.float32)
+        keys = rows.block(cache.key, begin, block, layout.key)
+        values = rows.block(cache.value, begin, block, layout.value)
         places = begin + jnp.arange(block)
         distance = _distance(positions, places, cached_length if rolling else None)
-        scores = transform_scores(products, distance[:, None, :, None], scoring, window)
-        new_largest = jnp.maximum(largest, scores.max(-1, keepdims=True))
-        weights, scale = jnp.exp(scores - new_largest), jnp.exp(largest - new_largest)
-        added = dot(
-            f"bhqgk,{layout.value}->bhqgd",
-            weights.astype(query.dtype),
-            values.astype(query.dtype),
-            jnp.float32,
-        )
-        return (
-            new_largest,
-            total * scale + weights.sum(-1, keepdims=True),
-            output * scale + added,
-        )
+        layouts = layout.key, layout.value
+        return add_keys(carry, grouped, keys, values, layouts, distance, scoring, window)
 
-    shape = (batch, kv_heads, length, heads // kv_heads)
-    carry = (
-        jnp.full((*shape, 1), _NO_SCORE),
-        jnp.zeros((*shape, 1)),
-        jnp.zeros((*shape, head_dim)),
-    )
+    carry = no_sums(grouped)
     if block == cached_length:
         carry = add_block(jnp.int32(0), carry)
     else:
@@ -136,9 +117,7 @@ def _attend_by_products(
         if rolling:  # the first and the last may be the same one
             last = jnp.minimum(last, first + cached_length // block)
         carry = jax.lax.fori_loop(first, last, add_block, carry)
-    _, total, output = carry
-    output = (output / total).astype(query.dtype).transpose(0, 2, 1, 3, 4)
-    return output.reshape(batch, length, heads, head_dim)
+    return attention_of(carry, query)
 
 
 def _distance(
@@ -158,18 +137,6 @@ def _distance(
     distance = (positions % rolling)[:, :, None] - places
     is_earlier_lap = (distance < 0) & (positions >= rolling)[:, :, None]
     return jnp.where(is_earlier_lap, distance + rolling, distance)
-
-
-def _block(cache: jax.Array, rows: CacheRows, begin: jax.Array, size: int, dims: str) -> jax.Array:
-    """Return the keys or values of positions `begin` to `begin + size`, for the rows of a batch."""
-    slots, positions = dims.index("b"), dims.index("k")
-    if rows.slot is None and size == cache.shape[positions]:
-        return cache
-    start, sizes = [jnp.int32(0)] * 4, list(cache.shape)
-    start[positions], sizes[positions] = begin, size
-    if rows.slot is not None:
-        start[slots], sizes[slots] = rows.slot, 1
-    return jax.lax.dynamic_slice(cache, start, sizes)
 
 
 def _blocks_in_use(

@@ -31,6 +31,21 @@ from sharding_rules.arrays import ArraySpec
 
 
 @dataclass(frozen=True)
+class PackedTokens:
+    """Where each token of a row belongs that has many texts; arrays are int32 (batch, length).
+
+    Attributes:
+        position: Position in its text, after the prefix that all texts share.
+        text: Number of its text.
+        branch: 0 for the trunk of its text, else the number of the branch after it.
+    """
+
+    position: jax.Array
+    text: jax.Array
+    branch: jax.Array
+
+
+@dataclass(frozen=True)
 class CacheRows:
     """Slots and offsets of the rows of a batch.
 
@@ -40,16 +55,39 @@ class CacheRows:
         slot: Slot of the only row, an int32 scalar; None: row i is in slot i, and there are as many
             rows as slots.
         layout: Layout of the KV cache.
+        packed: Tokens of many texts in each row, which continue the prefix before `offset` and are
+            not cached; None: each row has one text.
     """
 
     offset: jax.Array
     context_length: int
     slot: jax.Array | None = None
     layout: CacheLayout = DOT_LAYOUT
+    packed: PackedTokens | None = None
 
     def positions(self, length: int) -> jax.Array:
         """Return the positions of `length` new tokens, int32 (batch, length)."""
+        if self.packed is not None:
+            return self.packed.position
         return self.offset[:, None] + jnp.arange(length)
+
+    def block(self, cache: jax.Array, begin: jax.Array, size: int, dims: str) -> jax.Array:
+        """Return keys or values at the places `begin` to `begin + size`, for the rows.
+
+        Args:
+            cache: Keys or values of all slots.
+            begin: First place.
+            size: Number of places.
+            dims: Dimensions of `cache`.
+        """
+        slots, positions = dims.index("b"), dims.index("k")
+        if self.slot is None and size == cache.shape[positions]:
+            return cache
+        start, sizes = [jnp.int32(0)] * 4, list(cache.shape)
+        start[positions], sizes[positions] = begin, size
+        if self.slot is not None:
+            start[slots], sizes[slots] = self.slot, 1
+        return jax.lax.dynamic_slice(cache, start, sizes)
 
 
 @dataclass

@@ -1,5 +1,6 @@
-"""Log-probabilities of continuations, in all slots of an engine; what texts share is computed once.
+"""Log-probabilities of long continuations, in all slots of an engine.
 
+These are texts that `packed_scores` has no room for, as the windows of a perplexity are.
 The texts of one question have the same context. A question is in one slot: its context is computed
 once, then each continuation in turn, in place of the one before. Every slot has another question.
 """

@@ -18,7 +18,8 @@ from typing import Any, Literal, TypeVar
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import TrainingError
 from graphtrain.run.batch_generation import continue_all
-from graphtrain.run.evaluation.continuation_scores import ScoredText, score_continuations
+from graphtrain.run.evaluation.continuation_scores import ScoredText
+from graphtrain.run.evaluation.packed_scores import score_texts
 from graphtrain.run.serving.engine_protocol import SamplingParameters
 from graphtrain.run.serving.row_engine import RowEngine
 from graphtrain.run.serving.sequence import SequenceRequest
@@ -46,7 +47,7 @@ def computation(
 
     def compute(kind: Kind, asked: Any) -> Iterator[Any]:
         if kind == "score":
-            answers: Iterator[Any] = score_continuations(engine, asked)
+            answers: Iterator[Any] = score_texts(engine, asked)
         else:
             answers = continue_all(engine, tokenizer, asked, samples=1)
         for answer in answers:

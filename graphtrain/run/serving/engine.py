@@ -15,9 +15,16 @@ from graphtrain.checkpoints.manifest import DamagedCheckpoint
 from graphtrain.checkpoints.pruned import read_checkpoint
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Run
-from graphtrain.config.serving_program import serving_program
+from graphtrain.config.serving_program import packed_rows, serving_program
 from graphtrain.errors import TrainingError, WeightsError
-from graphtrain.graphs.names import ADAPTER_RANKS, NO_TOKEN, ServingPurpose, graphs_for, row_sizes
+from graphtrain.graphs.names import (
+    ADAPTER_RANKS,
+    NO_TOKEN,
+    ServingPurpose,
+    graphs_for,
+    packed_sizes,
+    row_sizes,
+)
 from graphtrain.models.attention.cache_layout import cache_layout
 from graphtrain.models.lora.trainable import ADAPTERS
 from graphtrain.run.agreement import check_same_executables, on_all_ranks
@@ -26,7 +33,7 @@ from graphtrain.run.serving.engine_protocol import SamplingParameters, SlotError
 from graphtrain.run.serving.kept_weights import KeptWeights, kept_weights
 from graphtrain.run.serving.prefill_sizes import CALL_TOKENS, next_size
 from graphtrain.run.serving.request_arrays import request_arrays
-from graphtrain.run.serving.row_engine import RowTokens, TargetScore
+from graphtrain.run.serving.row_engine import PackedRow, RowTokens, TargetScore
 from graphtrain.run.serving.weights import check_step, load_weights
 from graphtrain.run.serving.written_positions import WrittenPositions
 from graphtrain.run.trained_tokenizer import check_trained_tokenizer
@@ -354,19 +361,64 @@ class CompiledEngine:
                 *(self._to_devices(graph, name, array) for name, array in inputs.items()),
                 np.int32(count),
             )
-        self._state, scores = outputs["state"], self._to_host(outputs["scores"])
+        self._state = outputs["state"]
         for slot, row in enumerate(rows):
             self._written.prefill(slot, row.offset, len(row.tokens), size)
-            if not np.isfinite(scores["log_prob"][slot, : len(row.targets)]).all():
+        return self._target_scores(outputs["scores"], [row.targets for row in rows])
+
+    @property
+    def packed_rows(self) -> int:
+        return packed_rows(self._program)
+
+    @property
+    def packed_sizes(self) -> tuple[int, ...]:
+        return packed_sizes(self._program)
+
+    def score_packed(
+        self, rows: Sequence[PackedRow], prefix: int, size: int
+    ) -> list[list[TargetScore]]:
+        graph = self._graphs[f"score_packed_{size}"]
+
+        def stacked(name: str, lists: Sequence[Sequence[int]]) -> Any:
+            return self._to_devices(graph, name, np.stack([_padded(one, size) for one in lists]))
+
+        targets = [row.targets for row in rows]
+        with self._backend.forbid_tracing():
+            outputs = graph(
+                self._weights,
+                self._state["kv_cache"],
+                stacked("tokens", [row.tokens for row in rows]),
+                stacked("position", [row.positions for row in rows]),
+                # The texts begin with 1: 0 is the padding, which sees nothing of them.
+                stacked("text", [[text + 1 for text in row.texts] for row in rows]),
+                stacked("branch", [row.branches for row in rows]),
+                np.int32(prefix),
+                stacked("after", [[at for at, _ in one] for one in targets]),
+                stacked("targets", [[to for _, to in one] for one in targets]),
+                np.int32(max(map(len, targets))),
+            )
+        return self._target_scores(outputs["scores"], targets)
+
+    def _target_scores(
+        self, outputs: Tree, targets: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[list[TargetScore]]:
+        """Return the scores of each row's targets.
+
+        Raises:
+            TrainingError: they are not finite.
+        """
+        scores = self._to_host(outputs)
+        for row, wanted in enumerate(targets):
+            if not np.isfinite(scores["log_prob"][row, : len(wanted)]).all():
                 self._clear(range(self.slots))
                 raise self._not_finite()
         log_probs, likeliest = scores["log_prob"].tolist(), scores["likeliest"].tolist()
         return [
             [
-                TargetScore(log_probs[slot][at], likeliest[slot][at] == token)
-                for at, (_, token) in enumerate(row.targets)
+                TargetScore(log_probs[row][at], likeliest[row][at] == token)
+                for at, (_, token) in enumerate(wanted)
             ]
-            for slot, row in enumerate(rows)
+            for row, wanted in enumerate(targets)
         ]
 
     @property

@@ -19,6 +19,17 @@ class RowTokens:
 
 
 @dataclass(frozen=True)
+class PackedRow:
+    """Tokens of many texts after the same prefix, and the tokens that are scored after them."""
+
+    tokens: list[int]
+    positions: list[int]  # of each of them in its text, the prefix included
+    texts: list[int]  # number of the text of each
+    branches: list[int]  # 0: the trunk of its text; else which branch after the trunk
+    targets: list[tuple[int, int]]  # index in `tokens`, and a token that may follow it
+
+
+@dataclass(frozen=True)
 class TargetScore:
     """Log-probability of a token after those before it."""
 
@@ -48,6 +59,31 @@ class RowEngine(Engine, Protocol):
         Args:
             rows: For each slot at most `size` tokens, and at most as many targets.
             size: One of row_sizes.
+
+        Raises:
+            UserError: the logits are not finite.
+        """
+        ...
+
+    @property
+    def packed_rows(self) -> int:
+        """Number of rows of packed texts in a call; row i continues what slot i holds."""
+        ...
+
+    @property
+    def packed_sizes(self) -> Sequence[int]:
+        """Numbers of tokens of each row that a call may process, in increasing order."""
+        ...
+
+    def score_packed(
+        self, rows: Sequence[PackedRow], prefix: int, size: int
+    ) -> list[list[TargetScore]]:
+        """Return the scores of the targets of packed texts; the slots hold what they held.
+
+        Args:
+            rows: For each row at most `size` tokens, and at most as many targets.
+            prefix: Number of tokens of the slots that the texts continue.
+            size: One of packed_sizes.
 
         Raises:
             UserError: the logits are not finite.

@@ -206,7 +206,7 @@ def test_what_lm_eval_cannot_do_is_said_in_one_line(place, monkeypatch):
         DataError, match=r"evaluate agieval_aqua_rat with 1 examples \(AssertionErr"
     ):
         evaluated(place, "agieval_aqua_rat", fewshot=1)
-    monkeypatch.setattr(ToyEngine, "score_rows", lambda *given: [].pop())
+    monkeypatch.setattr(ToyEngine, "score_packed", lambda *given: [].pop())
     with pytest.raises(IndexError):  # a defect of ours keeps its traceback
         evaluated(place, "boolq")
 

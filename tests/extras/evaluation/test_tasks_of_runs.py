@@ -72,5 +72,5 @@ def test_the_programs_of_tasks_also_continue_prompts():
     graphs = [one.graph for one in run_tasks({"a": resolve(config.program)}, {"a": config.run})]
     assert graphs == [
         "init", "train", "evaluate", "serve_init", "prefill_32", "decode", "copy_prefix",
-        "score_rows_8", "score_rows_32",
+        "score_rows_8", "score_rows_32", "score_packed_32",
     ]  # fmt: skip

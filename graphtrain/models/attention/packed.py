@@ -1,0 +1,87 @@
+"""Attention of packed texts: all of them continue the prefix in a slot, and are not cached.
+
+Many texts lie one after the other in a row. Each token sees the prefix that the row's slot holds,
+and of the row the tokens of its own text before it: of the text's trunk, and of its own branch, as
+the answers to one question are branches that do not see each other. Keys and values of the prefix
+exist once for all of them.
+
+Source: Hydragen (Juravsky et al. 2024, section 3), https://arxiv.org/abs/2402.05099, for the split
+into a shared prefix and suffixes; SpecInfer (Miao et al. 2024), https://arxiv.org/abs/2305.09781,
+for attention over a tree of tokens
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from graphtrain.models.attention.kv_cache import CacheRows, LayerCache, PackedTokens
+from graphtrain.models.attention.online_softmax import Sums, add_keys, attention_of, no_sums
+from graphtrain.models.attention.score_mods import ScoreTransform
+from lowering.tracing.cpu_hints import on_cpu
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int
+
+_NEW = "bkhd"  # layout of the row's own keys and values
+
+
+def attend_packed(
+    cache: LayerCache,
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
+    rows: CacheRows,
+    scoring: ScoreTransform,
+    window: int | jax.Array | None,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Return the attention of packed tokens to the prefix in the KV cache and to their own text."""
+    packed, layout = rows.packed, rows.layout
+    assert packed is not None
+    grouped = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[3])
+    cached_length = cache.key.shape[layout.key.index("k")]
+    block = layout.block if on_cpu() else cached_length
+
+    def add_block(index: jax.Array, sums: Sums) -> Sums:
+        begin = index * block
+        keys = rows.block(cache.key, begin, block, layout.key)
+        values = rows.block(cache.value, begin, block, layout.value)
+        distance = _to_prefix(packed, rows.offset, begin + jnp.arange(block), cached_length)
+        layouts = layout.key, layout.value
+        return add_keys(sums, grouped, keys, values, layouts, distance, scoring, window)
+
+    sums = no_sums(grouped)
+    if block == cached_length:
+        sums = add_block(jnp.int32(0), sums)
+    else:
+        blocks = jnp.minimum(-(-rows.offset.max() // block), cached_length // block)
+        sums = jax.lax.fori_loop(jnp.int32(0), blocks, add_block, sums)
+    distance = _within_texts(packed)
+    sums = add_keys(sums, grouped, key, value, (_NEW, _NEW), distance, scoring, window)
+    return attention_of(sums, query)
+
+
+def _to_prefix(
+    packed: PackedTokens, prefix: jax.Array, places: jax.Array, cached_length: int
+) -> Int[Array, "batch seq places"]:
+    """Return how many positions before each token the key at each place of the cache is.
+
+    In a rolling buffer, a place holds the last position before the end of the prefix that is stored
+    there. What padding has overwritten is farther away than the window, as in any chunk.
+    """
+    last = prefix[:, None] - 1
+    position = last - (last - places) % cached_length
+    distance = packed.position[:, :, None] - position[:, None, :]
+    return jnp.where(position[:, None, :] >= 0, distance, -1)
+
+
+def _within_texts(packed: PackedTokens) -> Int[Array, "batch seq places"]:
+    """Return how many positions before each token each token of its row is; -1: it is not seen."""
+    distance = packed.position[:, :, None] - packed.position[:, None, :]
+    same_text = packed.text[:, :, None] == packed.text[:, None, :]
+    branch = packed.branch[:, None, :]
+    visible = same_text & ((branch == 0) | (branch == packed.branch[:, :, None]))
+    return jnp.where(visible, distance, -1)
