@@ -32,7 +32,7 @@ from sharding_rules.arrays import ArraySpec
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Where each token of a row belongs that has many texts; arrays are int32 (batch, length).
+    """Places of the tokens of rows that have many texts each; arrays are int32 (batch, length).
 
     Attributes:
         position: Position in its text, after the prefix that all texts share.

@@ -1,7 +1,8 @@
 """The metric `code_eval`: the share of programs of a model that pass their tests, contained.
 
-Each program runs in a process of its own, which `code_runner` confines: no network, no new
-processes, no file is written, and limits of memory and time.
+Each program runs in a process of its own, without network, new processes and files, and with limits
+of memory and time. Its tests run in another one, which calls the program's functions through a
+pipe: the program has neither the tests nor what they expect nor the result.
 """
 
 from __future__ import annotations
@@ -9,21 +10,23 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import secrets
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from graphtrain.errors import GraphtrainError
-from graphtrain.run.evaluation import code_runner
+from graphtrain.run.evaluation.contained.confinement import SYSTEM_CALLS
+from graphtrain.run.evaluation.contained.values import send
 
 _CPU_SECONDS = 3  # as the timeout of the metric of Hugging Face
 _OWN_SECONDS = 4.0  # from the start, without the time that it waited for a processor
@@ -31,7 +34,8 @@ _WALL_SECONDS = 30.0  # where Linux does not say how long that was
 _WATCH_SECONDS = 0.2  # between two looks at a program
 _MEMORY_BYTES = 1 << 30
 _MAX_OUTPUT = 1 << 16  # bytes of a report
-_PROCESSES = 4  # at the same time
+_PROCESSES = 4  # programs at the same time
+_prompts: ContextVar[Mapping[str, str] | None] = ContextVar("prompts", default=None)
 
 
 class CodeEvaluation:
@@ -47,14 +51,21 @@ class CodeEvaluation:
     ) -> tuple[dict[str, float], dict[int, list[tuple[int, dict[str, Any]]]]]:
         """Run each program with its test; return pass@k, and the result of each program."""
         programs = [
-            (task, index, f"{program}\n{test}")
+            (task, index, program, test)
             for task, (test, candidates) in enumerate(zip(references, predictions, strict=True))
             for index, program in enumerate(candidates)
         ]
+        prompts = _prompts.get() or {}
+
+        def run(given: tuple[int, int, str, str]) -> str:
+            _, _, program, test = given
+            prompt = prompts.get(test, "")
+            return run_program(program, test, prompt if program.startswith(prompt) else "")
+
         with ThreadPoolExecutor(_PROCESSES) as pool:
-            reports = list(pool.map(lambda one: run_program(one[2]), programs))
+            reports = list(pool.map(run, programs))
         results: dict[int, list[tuple[int, dict[str, Any]]]] = {}
-        for (task, index, _), report in zip(programs, reports, strict=True):
+        for (task, index, _, _), report in zip(programs, reports, strict=True):
             passed = report == "passed"
             entry = {"task_id": task, "passed": passed, "result": report, "completion_id": index}
             results.setdefault(task, []).append((index, entry))
@@ -67,13 +78,27 @@ class CodeEvaluation:
         }, results
 
 
+@contextmanager
+def prompts_of_tests(prompts: Mapping[str, str]) -> Iterator[None]:
+    """Let programs in the block that continue a prompt be judged with the prompt's own functions.
+
+    Args:
+        prompts: Prompt of each test.
+    """
+    token = _prompts.set(prompts)
+    try:
+        yield
+    finally:
+        _prompts.reset(token)
+
+
 def check_available() -> None:
     """Check that this machine can contain programs.
 
     Raises:
         GraphtrainError: it is not Linux, or not of a known processor.
     """
-    if sys.platform != "linux" or platform.machine() not in code_runner.SYSTEM_CALLS:
+    if sys.platform != "linux" or platform.machine() not in SYSTEM_CALLS:
         raise GraphtrainError(
             "--allow-code needs Linux on x86_64 or aarch64, whose system calls it filters; this is "
             f"{sys.platform} on {platform.machine()}"
@@ -84,53 +109,90 @@ def check_available() -> None:
         )
 
 
-def run_program(program: str) -> str:
-    """Run a program of Python in a confined process; return "passed", or why it failed."""
-    token = secrets.token_hex(16)  # passed on by the runner, after the program
-    code = program.encode(errors="surrogatepass")
-    given = f"{_CPU_SECONDS} {_MEMORY_BYTES} {len(code)}\n".encode() + code + token.encode()
+def run_program(program: str, test: str = "", prompt: str = "") -> str:
+    """Run a program of Python, and its tests in another process; return "passed", or why it failed.
+
+    Args:
+        program: What the model wrote, after the prompt if it continues one.
+        test: Code that calls functions of the program, and raises if they are wrong.
+        prompt: Beginning of the program that is the task's own, with helper functions of the tests.
+    """
+    limits = {"cpu_seconds": _CPU_SECONDS, "memory": _MEMORY_BYTES}
+    answer_in, judge_out = os.pipe()
+    judge_in, answer_out = os.pipe()
     with tempfile.TemporaryDirectory(prefix="graphtrain-code-") as folder:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(code_runner.__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={"PATH": os.defpath},
-            start_new_session=True,
-        )
-        ended = threading.Event()
-        threading.Thread(target=_watch, args=(process, ended), daemon=True).start()
-        assert process.stdin is not None and process.stdout is not None
-        with process:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(given)
-                process.stdin.close()
-            output = process.stdout.read(_MAX_OUTPUT)
-            ended.set()
-            process.kill()  # what it still writes is not read
-    last = output.decode(errors="replace").rpartition("\n")[2]
-    if last == f"passed {token}":
-        return "passed"
-    reported = [line for line in output.decode(errors="replace").splitlines() if line]
-    if reported and reported[-1].startswith("failed: "):
-        return reported[-1][:500]
-    return "timed out, or ended without a report"
+        answer = _start("answer", folder, answer_in, answer_out, limits | {"program": program})
+        given = limits | {"test": test, "prompt": prompt}
+        judge = _start("judge", folder, judge_out, judge_in, given)
+        with answer, judge, _watched(answer, judge):
+            assert judge.stdout is not None
+            report = judge.stdout.read(_MAX_OUTPUT).decode(errors="replace")
+    return report or "timed out, or ended without a report"
 
 
-def _watch(process: subprocess.Popen[bytes], ended: threading.Event) -> None:
-    """Kill a program that takes too long, as one that sleeps does, until it has ended."""
+def _start(
+    role: str, folder: str, calls: int, replies: int, given: dict[str, Any]
+) -> subprocess.Popen[bytes]:
+    """Start the process of an answer or of its judge, and close the ends of pipes that it has."""
+    begin = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+        f"from contained import {role}; del sys.path[0]; {role}.main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", begin, str(calls), str(replies)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE if role == "judge" else subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=folder,
+        env={"PATH": os.defpath},
+        pass_fds=(calls, replies),
+        start_new_session=True,
+    )
+    os.close(calls)
+    os.close(replies)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        send(process.stdin.fileno(), given)
+    process.stdin.close()
+    return process
+
+
+@contextmanager
+def _watched(*processes: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kill processes that take too long in the block, and all of them at its end."""
+    ended = threading.Event()
+    threading.Thread(target=_watch, args=(processes, ended), daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for process in processes:
+            process.kill()
+
+
+def _watch(processes: Sequence[subprocess.Popen[bytes]], ended: threading.Event) -> None:
+    """Kill a program that takes too long, as one that sleeps does, until it has ended.
+
+    One of the processes waits for the other, so that what either waits for a processor is not
+    counted.
+    """
     began, waited = time.monotonic(), None
     while not ended.wait(_WATCH_SECONDS):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            # Nanoseconds on a processor, and those of waiting for one.
-            schedule = Path(f"/proc/{process.pid}/schedstat").read_text()
-            waited = int(schedule.split()[1]) / 1e9
+            waited = sum(map(_seconds_of_waiting, processes))
         seconds = time.monotonic() - began
         own = 0.0 if waited is None else seconds - waited
         if seconds > _WALL_SECONDS or own > _OWN_SECONDS:
-            process.kill()
+            for process in processes:
+                process.kill()
             return
+
+
+def _seconds_of_waiting(process: subprocess.Popen[bytes]) -> float:
+    """Return how long a process has waited for a processor."""
+    # Nanoseconds on a processor, and those of waiting for one.
+    schedule = Path(f"/proc/{process.pid}/schedstat").read_text()
+    return int(schedule.split()[1]) / 1e9
 
 
 def _pass_at(totals: np.ndarray, correct: np.ndarray, count: int) -> np.ndarray:

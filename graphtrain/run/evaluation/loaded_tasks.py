@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from graphtrain.errors import DataError, UserError
-from graphtrain.run.evaluation.code_sandbox import check_available
+from graphtrain.run.evaluation.code_sandbox import check_available, prompts_of_tests
 from graphtrain.run.evaluation.harness_model import EngineModel
 from graphtrain.run.evaluation.harness_tasks import find_tasks, load_tasks, quiet
 from graphtrain.run.evaluation.task_data import TaskData
@@ -96,7 +96,12 @@ class LoadedTasks:
         """
         from lm_eval.evaluator import evaluate
 
-        with _errors_of_tasks(self.settings), quiet(), _own_random_numbers():
+        with (
+            _errors_of_tasks(self.settings),
+            quiet(),
+            _own_random_numbers(),
+            prompts_of_tests(self._prompts()),
+        ):
             python_state, numpy_state = self._random_state
             random.setstate(python_state)
             np.random.set_state(numpy_state)
@@ -111,6 +116,18 @@ class LoadedTasks:
                 confirm_run_unsafe_code=self.settings.allow_code,
             )
         return dict(results)
+
+    def _prompts(self) -> dict[str, str]:
+        """Return the prompt of each test of tasks that run code, where the program continues it."""
+        if not self.settings.allow_code:
+            return {}
+        return {
+            str(task.doc_to_target(row)): row["prompt"]
+            for task in self._tasks.values()
+            if task.UNSAFE_CODE
+            for _, row in task.doc_iterator(limit=self.settings.limit)
+            if isinstance(row.get("prompt"), str)
+        }
 
     @property
     def _tasks(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class _Packed:
             yield from self._score(shared, pieces)
             for piece in long:  # its context is a prefix of its own
                 before = (*shared, *piece.trunk[:-1])
-                yield from self._score(before, _divided(piece, self._room))
+                yield from self._score(before, tuple(_divided(piece, self._room)))
 
     def _score(
         self, prefix: tuple[int, ...], pieces: Sequence[_Piece]

@@ -1,4 +1,4 @@
-"""Which texts share a prefix, so that computing it once costs least."""
+"""Groups of texts that share a prefix, so that computing it once for each costs least."""
 
 from __future__ import annotations
 

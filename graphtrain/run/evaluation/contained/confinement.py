@@ -1,22 +1,16 @@
-"""Runs one program of Python, given on standard input, in a process that it confines first.
+"""Confinement of a process: a filter of system calls (seccomp), and limits.
 
-This file is also a script, of the standard library alone. A filter of system calls (seccomp) lets
-a program compute, read files and use memory, and refuses everything else: sockets, new processes,
-writing, signals to others. The input is one line, with the limits and the number of bytes of the
-program, the program, and a token. The token stays in the pipe, out of the memory of this process,
-until the program has ended without an exception; then it is passed on to the output.
+A confined process computes, uses memory and its open pipes, and may read files if it is allowed to.
+Everything else is refused: sockets, new processes, writing, signals to others.
 """
 
 import ctypes
-import os
 import platform
 import struct
-import sys
 
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050001  # the last one: EPERM
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # instructions of BPF
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in seccomp_data
-_SEALED = 63  # descriptor of the pipe that has the token
 _WRITING = 0o1 | 0o2 | 0o100 | 0o1000 | 0o2000 | 0o20000000  # flags of open, and O_TMPFILE
 
 # What a program of the standard library needs to compute and to read files: the number of the
@@ -33,7 +27,7 @@ SYSTEM_CALLS = {
             "readlink": 89, "gettimeofday": 96, "getrusage": 98, "times": 100, "getuid": 102,
             "getgid": 104, "geteuid": 107, "getegid": 108, "sigaltstack": 131, "gettid": 186,
             "time": 201, "futex": 202, "sched_getaffinity": 204, "getdents64": 217,
-            "restart_syscall": 219, "splice": 275, "clock_gettime": 228, "clock_getres": 229,
+            "restart_syscall": 219, "clock_gettime": 228, "clock_getres": 229,
             "clock_nanosleep": 230, "exit_group": 231, "newfstatat": 262, "readlinkat": 267,
             "faccessat": 269, "ppoll": 271, "set_robust_list": 273, "getrandom": 318,
             "membarrier": 324, "statx": 332, "rseq": 334, "faccessat2": 439,
@@ -45,7 +39,7 @@ SYSTEM_CALLS = {
         {
             "getcwd": 17, "dup": 23, "faccessat": 48, "close": 57, "getdents64": 61,
             "lseek": 62, "read": 63, "write": 64, "readv": 65, "writev": 66, "pread64": 67,
-            "ppoll": 73, "splice": 76, "readlinkat": 78, "newfstatat": 79, "fstat": 80, "exit": 93,
+            "ppoll": 73, "readlinkat": 78, "newfstatat": 79, "fstat": 80, "exit": 93,
             "exit_group": 94, "futex": 98, "set_robust_list": 99, "nanosleep": 101,
             "clock_gettime": 113, "clock_getres": 114, "clock_nanosleep": 115,
             "sched_getaffinity": 123, "sched_yield": 124, "restart_syscall": 128,
@@ -59,51 +53,20 @@ SYSTEM_CALLS = {
     ),
 }  # fmt: skip
 _CHECKED = {"openat": (2, _WRITING), "open": (1, _WRITING)}  # argument, and bits that are refused
+_OF_FILES = frozenset(
+    ("open", "openat", "stat", "lstat", "newfstatat", "statx", "access", "faccessat", "faccessat2",
+     "readlink", "readlinkat", "getdents64", "getcwd")
+)  # fmt: skip
 
 
-def main() -> None:
-    """Confine this process, run the program, and report."""
-    cpu_seconds, memory, length = map(int, _read_line().split())
-    program = _read(length)
-    os.dup2(0, _SEALED, inheritable=False)
-    os.close(0)
-    os.open(os.devnull, os.O_RDONLY)  # as descriptor 0
-    import io
+def confine(cpu_seconds: int, memory: int, *, reads_files: bool) -> None:
+    """Confine this process from now on.
 
-    sys.stdout = sys.stderr = io.StringIO()
-    sys.stdin = io.StringIO()
-    write, splice, leave = os.write, os.splice, os._exit  # which the program may replace
-    _limit(cpu_seconds, memory)
-    _filter_system_calls()
-    try:
-        # Not as __main__: the metric of Hugging Face does not run what a program keeps for that.
-        exec(compile(program, "program", "exec"), {})
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too: it did not pass
-        write(1, f"\nfailed: {type(error).__name__}: {str(error)[:200]!r}\n".encode())
-    else:
-        write(1, b"\npassed ")
-        splice(_SEALED, 1, 64)
-    leave(0)  # what the program registered for the end of the process does not run
-
-
-def _read_line() -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        line += _read(1)
-    return line
-
-
-def _read(length: int) -> bytes:
-    """Read so many bytes of the input, and none of those that follow."""
-    data = b""
-    while len(data) < length:
-        if not (part := os.read(0, length - len(data))):
-            raise EOFError("the input ended early")
-        data += part
-    return data
-
-
-def _limit(cpu_seconds: int, memory: int) -> None:
+    Args:
+        cpu_seconds: Seconds of a processor, after which the process is killed.
+        memory: Bytes of memory, beyond which none is given.
+        reads_files: Whether it may open files to read them.
+    """
     import resource
 
     for limit, value in (
@@ -114,12 +77,16 @@ def _limit(cpu_seconds: int, memory: int) -> None:
         (resource.RLIMIT_NOFILE, 64),
     ):
         resource.setrlimit(limit, (value, value))
+    _filter_system_calls(reads_files)
 
 
-def _filter_system_calls() -> None:
+def _filter_system_calls(reads_files: bool) -> None:
     """Let this process make only the system calls above, from now on."""
     architecture, numbers = SYSTEM_CALLS[platform.machine()]
-    program = _instructions(architecture, numbers)
+    allowed = {
+        name: number for name, number in numbers.items() if reads_files or name not in _OF_FILES
+    }
+    program = _instructions(architecture, allowed)
     code = ctypes.create_string_buffer(b"".join(program))
 
     class Filter(ctypes.Structure):
@@ -159,7 +126,3 @@ def _instructions(architecture: int, numbers: dict[str, int]) -> list[bytes]:
 
 def _instruction(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("HBBI", operation, if_true, if_false, value)
-
-
-if __name__ == "__main__":
-    main()
