@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
     from graphtrain.api.configuration import Source
     from graphtrain.checkpoints.steps import StepName
     from graphtrain.config.schema import Config
-    from graphtrain.run.evaluation.harness_model import TextFormat
     from graphtrain.run.evaluation.task_results import TaskResults
+    from graphtrain.run.evaluation.text_format import TextFormat
     from graphtrain.run.evaluation_curve import EvaluationCurve
     from graphtrain.run.serving.engine import CompiledEngine
     from graphtrain.run.serving.row_engine import RowEngine
@@ -91,14 +90,13 @@ def evaluate_tasks(
         UserError: something else that the user can change; its text says what.
     """
     from graphtrain.checkpoints.steps import named_step
+    from graphtrain.run.evaluation.evaluate_tasks import evaluate_tasks as evaluate
+    from graphtrain.run.evaluation.task_settings import TaskSettings
     from graphtrain.run.serving.weights import check_step
 
     template = chat_template if apply_chat_template else None
     peers = _Peers(coordinator, processes, rank)
     model = _Model.of(run, template, bos, target, set, cache, peers, compile_hint)
-    with _lm_eval():
-        from graphtrain.run.evaluation.evaluate_tasks import evaluate_tasks as evaluate
-        from graphtrain.run.evaluation.loaded_tasks import TaskSettings
     chosen = named_step(model.checkpoints, step)
     check_step(model.config.run, chosen)
     settings = TaskSettings(
@@ -164,14 +162,14 @@ def evaluate_steps(
         TrainingError: there are no checkpoints, or not all of these.
         UserError: something else that the user can change; its text says what.
     """
+    from graphtrain.run.evaluation.evaluate_tasks import evaluate_steps as evaluate
+    from graphtrain.run.evaluation.task_settings import TaskSettings
+
     peers = _Peers(coordinator, processes, rank)
     if not tasks:
         return _losses_of_steps(run, steps, target, set, cache, peers, compile_hint, on_step)
     template = chat_template if apply_chat_template else None
     model = _Model.of(run, template, bos, target, set, cache, peers, compile_hint)
-    with _lm_eval():
-        from graphtrain.run.evaluation.evaluate_tasks import evaluate_steps as evaluate
-        from graphtrain.run.evaluation.loaded_tasks import TaskSettings
     settings = TaskSettings(
         tasks=tuple(tasks),
         data=None if data is None else Path(data),
@@ -242,12 +240,6 @@ def _steps_of(checkpoints: Path, steps: Literal["all"] | Sequence[int]) -> list[
     return sorted({*steps})
 
 
-def _lm_eval() -> AbstractContextManager[None]:
-    from lowering.machine.extras import optional_import
-
-    return optional_import("an evaluation of tasks")
-
-
 @dataclass(frozen=True)
 class _Peers:
     """The processes that evaluate together; None where the environment says it."""
@@ -305,8 +297,8 @@ class _Model:
         rank = peers.known_rank
         config = checked_config(run, SERVE, set=settings, target=target, rank=rank).config
         peers.join(config)
-        with _lm_eval():
-            from graphtrain.run.evaluation.text_format import open_text_format
+        from graphtrain.run.evaluation.text_format import open_text_format
+
         return cls(config, open_text_format(config, chat_template, bos), cache, compile_hint)
 
     def open(self, step: int | None) -> tuple[CompiledEngine, TextFormat]:

@@ -12,11 +12,12 @@ from typing import cast
 
 from graphtrain.config.schema import Config, Tasks
 from graphtrain.run.evaluation.answer_journal import NoAnswers
-from graphtrain.run.evaluation.harness_model import EngineModel, TextFormat
-from graphtrain.run.evaluation.loaded_tasks import LoadedTasks, TaskSettings
+from graphtrain.run.evaluation.harness_model import EngineModel
+from graphtrain.run.evaluation.loaded_tasks import LoadedTasks
 from graphtrain.run.evaluation.shared_requests import Compute, answer_together, computation
 from graphtrain.run.evaluation.task_results import metric_values
-from graphtrain.run.evaluation.text_format import open_text_format
+from graphtrain.run.evaluation.task_settings import TaskSettings
+from graphtrain.run.evaluation.text_format import TextFormat, open_text_format
 from graphtrain.run.serving.chat_format import OWN_TEMPLATE
 from graphtrain.run.serving.row_engine import RowEngine
 from graphtrain.run.training_engine import TrainingEngine

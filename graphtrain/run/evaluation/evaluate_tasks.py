@@ -7,17 +7,21 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphtrain.run.agreement import on_all_ranks
 from graphtrain.run.evaluation.answer_journal import AnswerJournal
-from graphtrain.run.evaluation.harness_model import EngineModel, Progress, TextFormat
-from graphtrain.run.evaluation.loaded_tasks import RANDOM_SEED, SEED, LoadedTasks, TaskSettings
 from graphtrain.run.evaluation.shared_requests import Compute, answer_together, computation
 from graphtrain.run.evaluation.task_results import TaskResults, metric_values
+from graphtrain.run.evaluation.task_settings import RANDOM_SEED, SEED, Progress, TaskSettings
+from graphtrain.run.evaluation.text_format import TextFormat
 from graphtrain.run.evaluation_curve import EvaluationCurve
 from graphtrain.run.processes import is_rank_zero
 from graphtrain.run.serving.row_engine import RowEngine
+from lowering.machine.extras import optional_import
+
+if TYPE_CHECKING:
+    from graphtrain.run.evaluation.loaded_tasks import LoadedTasks
 
 
 def evaluate_tasks(
@@ -90,7 +94,13 @@ def evaluate_steps(
 
 def _load_on_rank_zero(settings: TaskSettings, scratch: Path) -> LoadedTasks | None:
     """Return the tasks on rank 0, which alone reads them, and None on the other ranks."""
-    return on_all_ranks(lambda: LoadedTasks(settings, scratch) if is_rank_zero() else None)
+
+    def load() -> LoadedTasks:
+        with optional_import("an evaluation of tasks"):
+            from graphtrain.run.evaluation.loaded_tasks import LoadedTasks
+        return LoadedTasks(settings, scratch)
+
+    return on_all_ranks(lambda: load() if is_rank_zero() else None)
 
 
 def evaluate_loaded(
@@ -121,6 +131,8 @@ def _evaluate_alone(
     compute: Compute,
 ) -> TaskResults:
     """Evaluate a model on rank 0."""
+    from graphtrain.run.evaluation.harness_model import EngineModel
+
     began = time.time()
     with AnswerJournal(journal_path) as journal:
         model = EngineModel(engine, text, journal, progress, compute)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -14,14 +13,14 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from graphtrain.data.prepare.conversations import Conversation
-from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
 from graphtrain.run.batch_generation import Continuation
 from graphtrain.run.evaluation.answer_journal import Answers, request_key
 from graphtrain.run.evaluation.continuation_scores import ScoredText
 from graphtrain.run.evaluation.shared_requests import Compute, computation
+from graphtrain.run.evaluation.task_settings import Progress
+from graphtrain.run.evaluation.text_format import TextFormat
 from graphtrain.run.prompt import encode_text
-from graphtrain.run.serving.chat_format import ChatFormat
 from graphtrain.run.serving.engine_protocol import SamplingParameters
 from graphtrain.run.serving.row_engine import RowEngine
 from graphtrain.run.serving.sequence import SequenceRequest
@@ -29,18 +28,6 @@ from graphtrain.run.serving.sequence import SequenceRequest
 _MAX_GENERATED = 256  # tokens, for tasks that do not say how many; as in lm-eval
 _ENCODED_TEXTS = 4096  # kept, because the choices of a question share their context
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-
-Progress = Callable[[str, int, int], None]  # called with kind of request, finished, and all
-
-
-@dataclass(frozen=True)
-class TextFormat:
-    """Tokenizer and chat template of a model."""
-
-    tokenizer: Tokenizer
-    prefix: tuple[int, ...]  # tokens that begin a text
-    chat: ChatFormat | None = None  # None: the tasks' prompts are used as they are
-    ends: tuple[int, ...] = ()  # tokens that end a text, beside that of the tokenizer
 
 
 class EngineModel(TemplateLM):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -18,20 +17,7 @@ from graphtrain.run.evaluation.harness_model import EngineModel
 from graphtrain.run.evaluation.harness_tasks import find_tasks, load_tasks, quiet
 from graphtrain.run.evaluation.task_data import TaskData
 from graphtrain.run.evaluation.task_rows import check_rows
-
-SEED = 1234  # of the choice of examples; that of lm-eval
-RANDOM_SEED = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskSettings:
-    """Settings of an evaluation on tasks."""
-
-    tasks: tuple[str, ...]  # names of tasks, groups and tags, and files of tasks
-    data: Path | None = None  # directory of their data; None: the tasks name files
-    limit: int | None = None  # rows of each task; None: all
-    fewshot: int | None = None  # examples in a prompt; None: as each task says
-    allow_code: bool = False  # run code that the model wrote, confined
+from graphtrain.run.evaluation.task_settings import RANDOM_SEED, SEED, TaskSettings
 
 
 class LoadedTasks:

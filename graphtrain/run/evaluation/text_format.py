@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from graphtrain.config.hf_config import HF_FILES, read_config_json
 from graphtrain.config.schema import Config, TorchModel
+from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError, ImportedModelError
-from graphtrain.run.evaluation.harness_model import TextFormat
 from graphtrain.run.prompt import prompt_prefix, run_tokenizer
-from graphtrain.run.serving.chat_format import open_chat_format
+from graphtrain.run.serving.chat_format import ChatFormat, open_chat_format
 from sharding_rules.documents import DocumentError
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """Tokenizer and chat template of a model."""
+
+    tokenizer: Tokenizer
+    prefix: tuple[int, ...]  # tokens that begin a text
+    chat: ChatFormat | None = None  # None: the tasks' prompts are used as they are
+    ends: tuple[int, ...] = ()  # tokens that end a text, beside that of the tokenizer
 
 
 def open_text_format(

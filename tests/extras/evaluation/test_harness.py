@@ -18,11 +18,12 @@ from graphtrain.errors import DataError
 from graphtrain.run.batch_generation import Continuation
 from graphtrain.run.evaluation.answer_journal import AnswerJournal, NoAnswers
 from graphtrain.run.evaluation.evaluate_tasks import evaluate_tasks
-from graphtrain.run.evaluation.harness_model import EngineModel, TextFormat
-from graphtrain.run.evaluation.loaded_tasks import LoadedTasks, TaskSettings
+from graphtrain.run.evaluation.harness_model import EngineModel
+from graphtrain.run.evaluation.loaded_tasks import LoadedTasks
 from graphtrain.run.evaluation.task_directory import check_directory, fill_script
 from graphtrain.run.evaluation.task_results import metric_values
-from graphtrain.run.evaluation.text_format import ends_of_texts
+from graphtrain.run.evaluation.task_settings import TaskSettings
+from graphtrain.run.evaluation.text_format import TextFormat, ends_of_texts
 from graphtrain.run.serving.chat_format import ChatFormat
 
 # The engine says that a text is impossible where a model would give it a small probability.
