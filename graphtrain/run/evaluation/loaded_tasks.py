@@ -110,7 +110,7 @@ class LoadedTasks:
         return {
             str(task.doc_to_target(row)): row["prompt"]
             for task in self._tasks.values()
-            if task.UNSAFE_CODE
+            if getattr(task, "UNSAFE_CODE", False)  # lm-eval sets it where it is true
             for _, row in task.doc_iterator(limit=self.settings.limit)
             if isinstance(row.get("prompt"), str)
         }
