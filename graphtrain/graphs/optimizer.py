@@ -59,7 +59,7 @@ def make_optimizer(
         if optimizer.weight_decay and optimizer.custom is None:
             transforms["decay"] = optax.add_decayed_weights(optimizer.weight_decay, decays)
         transforms["rate"] = _descend()
-    if any(spec.role == "constant" for spec in flatten(parameters).values()):
+    if any(spec.role == "constant" for spec in jax.tree.leaves(parameters)):
         transforms["constants"] = _keep_constants(parameters)
     if optimizer.ema_decay is not None:
         transforms[EMA] = _average(optimizer.ema_decay)

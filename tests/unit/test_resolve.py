@@ -28,6 +28,7 @@ _CALLS = re.compile(r"Target\.parse\b|Rules\.load\b|MeshShape\.resolve\b")
 _OTHERS = {
     "api/checks/machine.py": "the compiler of a program that may not resolve",
     "api/checks/program.py": "finds every problem of a program that does not resolve",
+    "api/checks/fallback.py": "the number of hosts is checked before anything is resolved",
     "api/evaluation.py": "hosts join each other before anything is resolved",
     "api/checks/samples.py": "the hosts of a target whose program may not resolve",
     "cli/compile.py": "names what an Ascend target lacks on this machine",
