@@ -3,6 +3,7 @@
 import asyncio
 import random
 import re
+from contextlib import ExitStack
 
 import httpx2 as httpx
 import pytest
@@ -23,8 +24,20 @@ def story():
 
 
 @pytest.fixture(scope="module")
-def client(story):
-    return openai.OpenAI(base_url=f"{story}/v1", api_key="unused", max_retries=0)
+def connect():
+    """Make clients that are closed in the end."""
+    with ExitStack() as clients:
+
+        def make(url, **settings):
+            settings = {"base_url": f"{url}/v1", "api_key": "unused"} | settings
+            return clients.enter_context(openai.OpenAI(**settings))
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def client(story, connect):
+    return connect(story, max_retries=0)
 
 
 def told(characters: int) -> str:
@@ -110,7 +123,7 @@ def test_best_of_returns_the_most_likely_samples(client):
     assert answer.usage.completion_tokens == 15
 
 
-def test_a_chat_is_rendered_by_the_template_and_ends_with_its_mark():
+def test_a_chat_is_rendered_by_the_template_and_ends_with_its_mark(connect):
     text = b"Hello.<|im_end|>and more"
     seen = []
 
@@ -122,7 +135,7 @@ def test_a_chat_is_rendered_by_the_template_and_ends_with_its_mark():
 
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     with served(ToyEngine(answer=answer)) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused")
+        client = connect(url)
         create = client.chat.completions.create
         whole = create(model="toy", messages=messages, logprobs=True, top_logprobs=2)
         streamed = list(create(model="toy", messages=messages, stream=True))
@@ -141,9 +154,9 @@ def test_a_chat_is_rendered_by_the_template_and_ends_with_its_mark():
     )
 
 
-def test_a_model_without_a_template_refuses_chats_and_says_what_to_do():
+def test_a_model_without_a_template_refuses_chats_and_says_what_to_do(connect):
     with served(ToyEngine(), template=None) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused")
+        client = connect(url)
         with pytest.raises(openai.BadRequestError, match=r"no chat template.*--chat-template"):
             client.chat.completions.create(
                 model="toy", messages=[{"role": "user", "content": "Hi"}]
@@ -180,10 +193,10 @@ def test_many_requests_at_once_get_each_its_own_answer():
     assert "graphtrain_time_to_first_token_seconds_count 200.0" in metrics
 
 
-def test_a_client_that_leaves_frees_its_slot():
+def test_a_client_that_leaves_frees_its_slot(connect):
     engine = ToyEngine(slots=1, context_length=100_000, seconds_per_call=0.005)
     with served(engine) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
+        client = connect(url, max_retries=0)
         with client.completions.create(
             model="toy", prompt="a", max_tokens=90_000, stream=True
         ) as stream:
@@ -218,20 +231,20 @@ def test_a_full_queue_is_refused_and_the_client_tries_again():
         assert all(asyncio.run(ask_all(5)))
 
 
-def test_more_prompts_than_the_queue_ever_takes_are_refused_for_good():
+def test_more_prompts_than_the_queue_ever_takes_are_refused_for_good(connect):
     with served(ToyEngine(slots=1), max_queue=2) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused")
+        client = connect(url)
         with pytest.raises(openai.BadRequestError, match=r"4 sequences.*at most 3 at a time"):
             client.completions.create(model="toy", prompt=["a"] * 4, max_tokens=1)
         assert len(client.completions.create(model="toy", prompt=["a"] * 3).choices) == 3
 
 
-def test_the_api_key_opens_the_api_and_nothing_else_needs_it():
+def test_the_api_key_opens_the_api_and_nothing_else_needs_it(connect):
     with served(ToyEngine(), api_key="sesame") as url:
         for key in ("wrong", "sesam", "sesame2"):
             with pytest.raises(openai.AuthenticationError):
-                openai.OpenAI(base_url=f"{url}/v1", api_key=key).models.list()
-        (model,) = openai.OpenAI(base_url=f"{url}/v1", api_key="sesame").models.list().data
+                connect(url, api_key=key).models.list()
+        (model,) = connect(url, api_key="sesame").models.list().data
         assert model.id == "toy"
         assert httpx.get(f"{url}/health").status_code == 200
 
@@ -252,10 +265,10 @@ def test_two_limits_of_an_answer_that_differ_are_refused(client):
     assert answer.usage.completion_tokens == 3
 
 
-def test_adapters_are_models_that_requests_choose():
+def test_adapters_are_models_that_requests_choose(connect):
     engine = ToyEngine(adapters=["first", "second"], answer=written_answer(b"abc"))
     with served(engine) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused")
+        client = connect(url)
         listed = client.models.list().data
         assert [(model.id, model.parent) for model in listed] == [
             ("toy", None), ("first", "toy"), ("second", "toy"),
@@ -285,10 +298,10 @@ def test_adapters_are_models_that_requests_choose():
         assert chat.model == "second"
 
 
-def test_an_engine_that_fails_ends_its_requests_and_is_seen():
+def test_an_engine_that_fails_ends_its_requests_and_is_seen(connect):
     engine = ToyEngine(slots=1, seconds_per_call=0.01)
     with served(engine) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
+        client = connect(url, max_retries=0)
         engine.failure = ZeroDivisionError("a defect")
         with pytest.raises(openai.InternalServerError, match="the model failed"):
             client.completions.create(model="toy", prompt="a")
