@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 # First: importing a module of this folder would bind the name `compile` to the folder, later.
 import graphtrain.compile  # noqa: F401
 from graphtrain.api.configuration import load_config
+from graphtrain.api.dumps import compare, dump
 from graphtrain.api.evaluation import evaluate_steps, evaluate_tasks
 from graphtrain.api.generation import generate, generate_batch
 from graphtrain.api.programs import compile, plan
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from graphtrain.planning.serving import ServingAnswer
     from graphtrain.run.batch_generation import Continuation
     from graphtrain.run.callbacks import Callback
+    from graphtrain.run.dumps.compare import Comparison
+    from graphtrain.run.dumps.files import StoredDump
     from graphtrain.run.evaluate import Evaluation
     from graphtrain.run.evaluation.task_results import TaskResults
     from graphtrain.run.evaluation_curve import EvaluationCurve
@@ -47,6 +50,7 @@ _TYPES = {
     "Answer": "graphtrain.planning.answer",
     "Callback": "graphtrain.run.callbacks",
     "ChatSession": "graphtrain.run.serving.chat_session",
+    "Comparison": "graphtrain.run.dumps.compare",
     "CompilationFailed": "graphtrain.compile.tasks",
     "CompilationReport": "graphtrain.compile.tasks",
     "Config": "graphtrain.config.schema",
@@ -60,6 +64,7 @@ _TYPES = {
     "RunStart": "graphtrain.run.events",
     "RunSummary": "graphtrain.run.events",
     "ServingAnswer": "graphtrain.planning.serving",
+    "StoredDump": "graphtrain.run.dumps.files",
     "TaskResults": "graphtrain.run.evaluation.task_results",
     "UserError": "sharding_rules.errors",
 }
@@ -68,6 +73,7 @@ __all__ = [
     "Answer",
     "Callback",
     "ChatSession",
+    "Comparison",
     "CompilationFailed",
     "CompilationReport",
     "Config",
@@ -81,10 +87,13 @@ __all__ = [
     "RunStart",
     "RunSummary",
     "ServingAnswer",
+    "StoredDump",
     "TaskResults",
     "UserError",
     "chat",
+    "compare",
     "compile",
+    "dump",
     "errors",
     "evaluate",
     "evaluate_steps",

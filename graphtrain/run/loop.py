@@ -478,8 +478,9 @@ class TrainingLoop:
             )
         if self.run.spikes.on_spike != "stop":
             most = self.run.spikes.max_consecutive
-            what = "skipped steps" if self.run.spikes.on_spike == "skip" else "rewinds"
-            return f"{text}; {most} {what} in a row did not help (run.spikes.max_consecutive)"
+            what = "skipped step" if self.run.spikes.on_spike == "skip" else "rewind"
+            several = "" if most == 1 else "s in a row"
+            return f"{text}; {most} {what}{several} did not help (run.spikes.max_consecutive)"
         return text + (
             "; the same command meets the same batch again: lower run.learning_rate.peak or "
             "program.optimizer.clip_norm (and permit it with --allow-change NAME), take these "

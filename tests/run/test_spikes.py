@@ -198,7 +198,7 @@ def test_a_run_stops_when_nothing_helps_any_more(runs):
     place, results = runs
     assert "; 2 skipped steps in a row did not help" in results["many-skip"]
     assert [one["on_spike"] for one in records(place, "many-skip")] == ["skip", "skip", "stop"]
-    assert "; 1 rewinds in a row did not help" in results["many-rewind"]
+    assert "; 1 rewind did not help" in results["many-rewind"]
     assert [one["on_spike"] for one in records(place, "many-rewind")] == ["rewind", "stop"]
 
 
