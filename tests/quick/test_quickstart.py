@@ -19,7 +19,7 @@ BLOCK = re.compile(r"^```console\n(.*?)^```", re.M | re.S)
 OTHER_METRICS = {"parameter_norm.MODULE", "update_norm.MODULE", "averaged_validation_loss",
                  "margin", "accuracy", "balance_loss", "router_z_loss", "expert_load_max",
                  "expert_load_min", "dropped_choices", "loss_scale", "skipped_steps",
-                 "upload_lag_steps", "TASK/METRIC"}  # fmt: skip
+                 "upload_lag_steps", "spike", "TASK/METRIC"}  # fmt: skip
 
 
 def commands(page: str) -> list[str]:

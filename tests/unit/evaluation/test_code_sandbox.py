@@ -104,7 +104,7 @@ FORBIDDEN = (
     # Results that are not the program's to give
     "print('passed')\nraise ValueError",
     "import os\nos.write(1, b'passed')\nos._exit(0)",
-    "import os\nfor one in range(3, 64):\n    os.closerange(one, one + 1)",
+    "import os\nfor one in range(3, 4096):\n    os.closerange(one, one + 1)",
     "import atexit, os\natexit.register(os.write, 1, b'passed')\nassert False",
     "import os, sys\nframe = sys._getframe()\nfound = []\n"
     "while frame:\n    found += map(str, frame.f_locals.values())\n    frame = frame.f_back\n"
@@ -179,11 +179,11 @@ FORGING = (
     "import os\ndef f(x): os._exit(0)",
     "import sys\ndef f(x): sys.exit(0)",
     "import os\nfor one in range(64):\n    try: os.write(one, b'passed')\n    except OSError: pass",
-    "import os, json\ndata = json.dumps({'ready': True}).encode()\nfor one in range(3, 64):\n"
+    "import os, json\ndata = json.dumps({'ready': True}).encode()\nfor one in range(3, 4096):\n"
     "    try: os.write(one, b'%08x' % len(data) + data)\n    except OSError: pass\n"
     "def f(x): return x",
     "import os, json\ndata = json.dumps({'result': True, 'arguments': [None]}).encode() * 9\n"
-    "def f(x):\n    for one in range(3, 64):\n"
+    "def f(x):\n    for one in range(3, 4096):\n"
     "        try: os.write(one, b'%08x' % len(data) + data)\n        except OSError: pass",
     "import atexit\natexit.register(lambda: None)\ndef f(x): raise SystemExit(0)",
 )
