@@ -148,7 +148,19 @@ class _BackgroundErrors(logging.Filter):
         return False
 
 
-_filter = _BackgroundErrors()
+class _UnretrievedWrites(logging.Filter):
+    """Filter of asyncio's log that leaves out what follows from a failed save, which Orbax raises.
+
+    Orbax writes arrays at the same time and raises the first error; the others are never asked for.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error, message = record.exc_info[1] if record.exc_info else None, record.getMessage()
+        is_unretrieved = message.startswith("Task exception was never retrieved")
+        return not (is_unretrieved and "/orbax/" in message and isinstance(error, STORAGE_ERRORS))
+
+
+_filter, _write_filter = _BackgroundErrors(), _UnretrievedWrites()
 
 
 @dataclass(frozen=True)
@@ -176,6 +188,7 @@ def background_errors() -> list[Exception]:
     """
     _filter.noted = []
     logging.getLogger("absl").addFilter(_filter)  # once, however often it is added
+    logging.getLogger("asyncio").addFilter(_write_filter)
     if not isinstance(sys.unraisablehook, _UnraisableHook):
         sys.unraisablehook = _UnraisableHook(sys.unraisablehook)
     return _filter.noted

@@ -4,6 +4,7 @@ Run these first with a new version of Orbax. A failure names the function and wh
 """
 
 import asyncio
+import gc
 import sys
 import tracemalloc
 import warnings
@@ -194,6 +195,30 @@ def test_an_operation_that_finds_the_event_loop_closed_is_not_printed(monkeypatc
     sys.unraisablehook(SimpleNamespace(exc_value=closed.value, exc_traceback=trace))
     sys.unraisablehook(other)
     assert unraisable == [other]
+
+
+@pytest.mark.parametrize(
+    ("file", "error", "printed"),
+    [
+        ("/site-packages/orbax/checkpoint/serialization.py", OSError(27, "too large"), False),
+        ("/site-packages/orbax/checkpoint/serialization.py", TypeError("a defect"), True),
+        ("/site-packages/other.py", OSError(27, "too large"), True),
+    ],
+)
+def test_arrays_that_fail_after_the_first_one_are_not_printed(file, error, printed, caplog):
+    private_orbax.background_errors()
+    names = {"error": error}
+    exec(compile("async def write():\n    raise error", file, "exec"), names)
+
+    async def save():
+        task = asyncio.create_task(names["write"]())
+        while not task.done():
+            await asyncio.sleep(0)
+
+    asyncio.run(save())
+    gc.collect()
+    told = [one.getMessage() for one in caplog.records if one.name == "asyncio"]
+    assert [one for one in told if "never retrieved" in one] == told and bool(told) == printed
 
 
 @canary("caused_by_lost_peer")
