@@ -5,19 +5,13 @@ from pathlib import Path
 
 import click
 
-from graphtrain.cli.options import LocalPath, json_option, write_file
+from graphtrain.cli.options import LocalPath, json_option, page_option, write_file
 
 
 @click.command("goodput")
 @click.argument("run", type=LocalPath(exists=True))
 @json_option
-@click.option(
-    "--html",
-    "page",
-    type=LocalPath(dir_okay=False),
-    metavar="FILE",
-    help="Write an HTML page with a picture of the starts; it needs no network.",
-)
+@page_option("with a picture of the starts")
 def command(run: Path, as_json: bool, page: Path | None) -> None:
     """Show where the wall time of RUN went, over all of its starts.
 

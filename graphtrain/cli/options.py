@@ -249,6 +249,17 @@ def write_report(path: Path, report: Mapping[str, Any], indent: int) -> None:
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 
+def page_option(content: str) -> Callable[[Any], Any]:
+    """Return the option --html of a report, which names the file of a page "with all rows"."""
+    return click.option(
+        "--html",
+        "page",
+        type=LocalPath(dir_okay=False),
+        metavar="FILE",
+        help=f"Write an HTML page {content}; it needs no network.",
+    )
+
+
 def compile_hint(config: Path, target: str | None, overrides: Sequence[str], cache: Path) -> str:
     """Return the graphtrain compile command for the same configuration and options."""
     return command_line("compile", config, target, overrides, cache)

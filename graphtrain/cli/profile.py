@@ -10,6 +10,7 @@ from graphtrain.cli.options import (
     LocalPath,
     json_option,
     overrides_option,
+    page_option,
     target_option,
     write_file,
 )
@@ -25,13 +26,7 @@ from graphtrain.cli.options import (
 @target_option
 @overrides_option
 @json_option
-@click.option(
-    "--html",
-    "page",
-    type=LocalPath(dir_okay=False),
-    metavar="FILE",
-    help="Write an HTML page with all rows; it needs no network.",
-)
+@page_option("with all rows")
 def command(
     run: Path,
     steps: str | None,
