@@ -13,7 +13,6 @@ from graphtrain.config import load_config
 from graphtrain.config.identity import mathematics
 from graphtrain.config.resolve import resolve
 from graphtrain.errors import ConfigError
-from graphtrain.launch.job import make_job
 from graphtrain.run.report_lines import opening_lines
 
 CONFIG = """
@@ -138,30 +137,3 @@ def test_the_log_names_the_mesh_that_ran():
         "machine: h100:24, mesh data 3 x fsdp 8, 3 x 96 sequences, 32 of them padding, in place of "
         "h100:32 (run.fallback)" in opening_lines(start)
     )
-
-
-def test_a_slurm_job_may_have_the_hosts_of_the_fallback():
-    pytest.importorskip("simple_slurm")
-    from graphtrain.launch.slurm import make_scripts
-
-    job = make_job(config(), ["config.toml"], "cache", 1)
-    script = make_scripts(job, {}).run
-    assert "--nodes               2-4\n" in script
-    chosen = script[script.index("for hosts") : script.index("status=$?")]
-    assert {count: hosts_of(chosen, count) for count in (5, 4, 3, 2)} == {5: 4, 4: 4, 3: 3, 2: 2}
-
-
-def hosts_of(script: str, allocated: int) -> int:
-    """The number of hosts on which srun starts the run, with so many allocated."""
-    import subprocess
-
-    stand_in = 'srun() { echo "$1 $2"; }\n'
-    answer = subprocess.run(
-        ["bash", "-c", stand_in + script],
-        env={"SLURM_JOB_NUM_NODES": str(allocated)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    (hosts,) = {word.rpartition("=")[2] for word in answer}
-    return int(hosts)
