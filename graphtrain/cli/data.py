@@ -438,7 +438,11 @@ def tasks(directory: Path, names: tuple[str, ...], script: bool, as_json: bool) 
     from lowering.machine.extras import optional_import
 
     with optional_import("graphtrain data tasks"):
-        from graphtrain.run.evaluation.task_directory import check_directory, fill_script
+        from graphtrain.run.evaluation.task_directory import (
+            check_directory,
+            errors_of,
+            fill_script,
+        )
 
     if script:
         click.echo(fill_script(names, directory), nl=False)
@@ -450,8 +454,8 @@ def tasks(directory: Path, names: tuple[str, ...], script: bool, as_json: bool) 
         for split, file in report.files.items():
             rows, digest = counted(file["rows"], "row"), file["sha256"][:16]
             click.echo(f"{report.task} {split}: {rows}, {digest}, {file['file']}")
-        if report.problem is not None:
-            say(f"error: {report.problem}")
+    for problem in () if as_json else errors_of(reports, names, directory):
+        say(f"error: {problem}")
     if any(report.problem is not None for report in reports):
         sys.exit(2)
 

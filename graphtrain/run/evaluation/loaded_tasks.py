@@ -49,8 +49,7 @@ class LoadedTasks:
                 loaded = self._tasks[task.task.name]
                 if not task.has_files_of_its_own:
                     task.check_files(loaded.get_config("num_fewshot"))
-                place = str(task.files.get(task.evaluated, f"the split {task.evaluated}"))
-                check_rows(loaded, task.task.name, place, task.fields, settings.limit)
+                check_rows(loaded, task, settings.limit)
             self._random_state = random.getstate(), np.random.get_state()
         self.digests = {task.task.name: task.digests() for task in tasks}
 

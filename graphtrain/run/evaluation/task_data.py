@@ -6,9 +6,7 @@ dataset, in DIR/DATASET/CONFIGURATION, for example DIR/mmlu/anatomy/test.jsonl.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +14,26 @@ from typing import Any
 
 from graphtrain.errors import DataError
 from graphtrain.files import content_digest
+from graphtrain.run.evaluation.row_files import READERS, check_together, listed, read_rows
 from graphtrain.run.evaluation.task_catalog import TaskFile
 
-_SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # reader by suffix
 _SPLIT_SETTINGS = ("training_split", "validation_split", "test_split", "fewshot_split")
 _TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice")
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+
+
+class MissingFile(DataError):
+    """Error of a split without a file.
+
+    Attributes:
+        reason: Where the file was looked for, and what is there.
+    """
+
+    def __init__(self, task: str, reason: str, root: Path) -> None:
+        super().__init__(
+            f"{task}: {reason}; graphtrain data tasks {root} {task} --script prints what fills it"
+        )
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,11 @@ class TaskData:
         """Number of examples in a prompt. A task that has 0 always has 0, as in lm-eval."""
         own = self.task.settings.get("num_fewshot")
         return own or 0 if own == 0 or self.fewshot is None else self.fewshot
+
+    @property
+    def place(self) -> str:
+        """Where the rows that are evaluated are, for error messages."""
+        return str(self.files.get(self.evaluated, f"the split {self.evaluated}"))
 
     @property
     def examples(self) -> str | None:
@@ -113,14 +130,14 @@ class TaskData:
             shots: Number of examples where a group sets it; None for that of the task.
 
         Raises:
-            DataError: one is missing; the message says where it was looked for.
+            MissingFile: one is missing; the message says where it was looked for.
         """
         needed = [self.evaluated]
         if (self.shots if shots is None else shots) and self.examples is not None:
             needed.append(self.examples)
         for split in needed:
             if split not in self.files:
-                raise DataError(self._missing(split))
+                raise MissingFile(self.task.name, self._missing(split), self.root)
 
     def settings(self, cache: Path) -> dict[str, Any]:
         """Return the settings of lm-eval that replace the dataset of the task.
@@ -128,7 +145,7 @@ class TaskData:
         Args:
             cache: Directory of the files that the package `datasets` writes.
         """
-        readers = {_SUFFIXES[path.suffix] for path in self.files.values()}
+        readers = {READERS[path.suffix] for path in self.files.values()}
         if len(readers) > 1:
             raise DataError(
                 f"{self.task.name}: {', '.join(map(str, self.files.values()))} have different "
@@ -158,7 +175,11 @@ class TaskData:
         Raises:
             DataError: a file cannot be read, has no rows, or lacks a field.
         """
-        return {split: self._rows(path, cache) for split, path in self.files.items()}
+        rows = {split: self._rows(path, cache) for split, path in self.files.items()}
+        if len(rows) > 1:
+            files = self.settings(cache)["dataset_kwargs"]["data_files"]
+            check_together(files, self.fields, cache)
+        return rows
 
     def digests(self) -> dict[str, dict[str, str]]:
         """Return the path and SHA-256 digest of each file, by split."""
@@ -168,26 +189,12 @@ class TaskData:
         }
 
     def _rows(self, path: Path, cache: Path) -> int:
-        import datasets
-
-        if not path.stat().st_size:
-            raise DataError(f"{path}: has no rows")
-        if path.suffix != ".parquet" and (problem := _not_utf8(path)):
-            raise DataError(f"{path}: {problem}")
-        try:
-            table = datasets.load_dataset(
-                _SUFFIXES[path.suffix], data_files=str(path), cache_dir=str(cache), split="train"
-            )
-        except Exception as error:  # of several packages, which read damaged files
-            reason = _not_json(path) or _short(error.__cause__ or error)
-            raise DataError(f"{path}: cannot be read as rows ({reason})") from None
-        if not len(table):
-            raise DataError(f"{path}: has no rows")
+        table = read_rows(path, cache)
         for field in self.fields:
             if field not in table.column_names:
                 raise DataError(
                     f"{path}: has no field {field!r}, which the task {self.task.name} reads; it "
-                    f"has {_listed(table.column_names)}"
+                    f"has {listed(table.column_names)}"
                 )
             if empty := table.data.column(field).null_count:
                 row = table[field][:].index(None) + 1
@@ -198,7 +205,7 @@ class TaskData:
         return len(table)
 
     def _find(self, split: str) -> Path | None:
-        names = [f"{split}{suffix}" for suffix in _SUFFIXES]
+        names = [f"{split}{suffix}" for suffix in READERS]
         candidates = [folder / name for folder in self.folders for name in names]
         found = {path.resolve(): path for path in reversed(candidates) if path.is_file()}
         if len(found) > 1:
@@ -207,43 +214,9 @@ class TaskData:
         return next(iter(found.values()), None)
 
     def _missing(self, split: str) -> str:
+        """Return where the file of a split was looked for, and what is there."""
         named = dict.fromkeys((self.folders[0], self.folders[-1]))
         places = " or ".join(f"{folder}/{split}.jsonl" for folder in named)
         there = [path.name for folder in self.folders for path in sorted(folder.glob("*.*"))]
-        found = f"; there is {_listed(there)}" if there else ""
-        return (
-            f"{self.task.name}: no {places} (or .parquet){found}; graphtrain data tasks "
-            f"{self.root} {self.task.name} --script prints what fills it"
-        )
-
-
-def _not_utf8(path: Path) -> str | None:
-    """Return which line is no text, which the package `datasets` notices when it reads a row."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                return f"line {number} is not UTF-8 ({error.reason} at byte {error.start} of it)"
-    return None
-
-
-def _not_json(path: Path) -> str | None:
-    """Return the first line of a .jsonl file that is no JSON; None if there is none."""
-    if path.suffix != ".jsonl":
-        return None
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                json.loads(line)
-            except ValueError as error:
-                return f"line {number} is no JSON: {error}"
-    return None
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-
-
-def _short(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).partition("\n")[0][:300]
+        found = f"; there is {listed(there)}" if there else ""
+        return f"no {places} (or .parquet){found}"

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.errors import DataError
-from graphtrain.run.evaluation.harness_tasks import find_tasks, quiet
-from graphtrain.run.evaluation.task_data import TaskData
+from graphtrain.run.evaluation.harness_tasks import find_tasks, load_tasks, quiet
+from graphtrain.run.evaluation.row_files import listed
+from graphtrain.run.evaluation.task_catalog import TaskCatalog
+from graphtrain.run.evaluation.task_data import MissingFile, TaskData
+from graphtrain.run.evaluation.task_rows import check_rows
 
 _SCRIPT = '''"""Fills {root} with the data of tasks of lm-eval. Run it once on a connected machine.
 
@@ -46,10 +49,13 @@ class TaskReport:
     task: str
     files: dict[str, dict[str, Any]]  # path, rows and digest of each file, by split
     problem: str | None = None  # why the task cannot be evaluated
+    missing: str | None = None  # which file there is not, if that is the problem
 
 
 def check_directory(words: Sequence[str], root: Path) -> list[TaskReport]:
     """Check the files of tasks: that they exist, their fields and rows; return their digests.
+
+    Rows of tasks that run code are checked when they are evaluated.
 
     Raises:
         DataError: there is no such task.
@@ -59,7 +65,29 @@ def check_directory(words: Sequence[str], root: Path) -> list[TaskReport]:
         tempfile.TemporaryDirectory(prefix="graphtrain-tasks-", ignore_cleanup_errors=True) as at,
     ):
         tasks, _ = find_tasks(words, root, None)
-        return [_checked(task, Path(at)) for task in tasks]
+        folders = (Path(at, str(number)) for number in range(len(tasks)))
+        return [_checked(task, folder) for task, folder in zip(tasks, folders, strict=True)]
+
+
+def errors_of(reports: Sequence[TaskReport], words: Sequence[str], root: Path) -> list[str]:
+    """Return the problems of tasks: one of all that have no files, and one of each other task.
+
+    Args:
+        reports: What `check_directory` returned.
+        words: What the user named.
+        root: Directory of the data.
+    """
+    missing = [report for report in reports if report.missing is not None]
+    if len(missing) < 2:
+        return [report.problem for report in reports if report.problem is not None]
+    names = listed([report.task for report in missing])
+    told = (
+        f"{root} has no files of {len(missing)} of {len(reports)} tasks: {names}; "
+        f"of {missing[0].task}, {missing[0].missing}. graphtrain data tasks {root} "
+        f"{' '.join(words)} --script prints what fills it"
+    )
+    others = [one.problem for one in reports if one.problem is not None and one.missing is None]
+    return [told, *others]
 
 
 def fill_script(words: Sequence[str], root: Path) -> str:
@@ -75,11 +103,18 @@ def fill_script(words: Sequence[str], root: Path) -> str:
 
 
 def _checked(task: TaskData, scratch: Path) -> TaskReport:
+    scratch.mkdir()
     try:
         if task.has_files_of_its_own:
             return TaskReport(task.task.name, {})
         task.check_files()
-        rows, digests = task.rows(scratch), task.digests()
+        rows, digests = task.rows(scratch / "files"), task.digests()
+        if not task.task.runs_code:
+            name = task.task.name
+            loaded = load_tasks([name], [task], TaskCatalog(), scratch)
+            check_rows(loaded["tasks"][name], task, None)
+    except MissingFile as error:
+        return TaskReport(task.task.name, {}, str(error), error.reason)
     except DataError as error:
         return TaskReport(task.task.name, {}, str(error))
     files = {split: {**digests[split], "rows": rows[split]} for split in digests}

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from graphtrain.errors import DataError
+from graphtrain.run.evaluation.task_data import TaskData
 
 
-def check_rows(task: Any, name: str, place: str, fields: Sequence[str], limit: int | None) -> None:
+def check_rows(task: Any, data: TaskData, limit: int | None) -> None:
     """Check that each row of a task has a prompt and, of a multiple choice, a right answer.
 
     lm-eval counts an answer that is no choice as wrong, whatever the model says.
 
     Args:
         task: Task of lm-eval, with its data.
-        name: Name of the task.
-        place: Where the rows are, for error messages.
-        fields: Names of fields that have no nulls, inside of lists either.
+        data: Its files.
         limit: Number of rows; None for all.
 
     Raises:
@@ -25,6 +23,7 @@ def check_rows(task: Any, name: str, place: str, fields: Sequence[str], limit: i
     """
     if not hasattr(task, "doc_to_choice"):  # a class of its own, which reads rows as it likes
         return
+    fields, of_whole_column = data.fields, None  # fields have no nulls, inside of lists either
     for index, row in task.doc_iterator(limit=limit):
         try:
             nulls = (field for field in fields if _has_null(row.get(field)))
@@ -33,8 +32,14 @@ def check_rows(task: Any, name: str, place: str, fields: Sequence[str], limit: i
         except Exception as error:  # of templates and functions of the task: nothing in common
             word = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
             problem = f"the task cannot read it ({word})"
-        if problem is not None:
-            raise DataError(f"{name}: row {index + 1} of {place}: {problem}")
+        if problem is None:
+            continue
+        error = DataError(f"{data.task.name}: row {index + 1} of {data.place}: {problem}")
+        if not _is_whole_float(task, row):
+            raise error
+        of_whole_column = of_whole_column or error
+    if of_whole_column is not None:
+        raise of_whole_column
 
 
 def _problem(task: Any, row: Any) -> str | None:
@@ -52,6 +57,15 @@ def _problem(task: Any, row: Any) -> str | None:
                 "answers are hidden cannot be evaluated"
             )
     return None
+
+
+def _is_whole_float(task: Any, row: Any) -> bool:
+    """Return whether the answer of a row is 1.0 or the like, because that of another row is 0.5."""
+    try:
+        answer = task.doc_to_target(row)
+    except Exception:  # as in check_rows
+        return False
+    return isinstance(answer, float) and answer.is_integer()
 
 
 def _has_null(value: Any) -> bool:

@@ -20,7 +20,7 @@ from graphtrain.run.evaluation.answer_journal import AnswerJournal, NoAnswers
 from graphtrain.run.evaluation.evaluate_tasks import evaluate_tasks
 from graphtrain.run.evaluation.harness_model import EngineModel
 from graphtrain.run.evaluation.loaded_tasks import LoadedTasks
-from graphtrain.run.evaluation.task_directory import check_directory, fill_script
+from graphtrain.run.evaluation.task_directory import check_directory, errors_of, fill_script
 from graphtrain.run.evaluation.task_results import metric_values
 from graphtrain.run.evaluation.task_settings import TaskSettings
 from graphtrain.run.evaluation.text_format import TextFormat, ends_of_texts
@@ -120,6 +120,12 @@ def test_a_group_has_the_tasks_that_lm_eval_gives_it(place):
         task for task in SPLITS if task.startswith(("mmlu", "bbh", "ceval", "agieval"))
     )
     assert {file["rows"] for one in found for file in one.files.values()} == {COUNT}
+    (told,) = errors_of(reports, ["mmlu", "agieval"], place / "tasks")
+    assert told.startswith(f"{place}/tasks has no files of 153 of 157 tasks: mmlu_abstract_alge")
+    assert "of mmlu_abstract_algebra, no " in told and "tasks mmlu agieval --script" in told
+    (place / "tasks" / "mmlu_anatomy" / "test.jsonl").write_text("")
+    reports = check_directory(["mmlu_stem", "mmlu_anatomy"], place / "tasks")
+    assert len(errors_of(reports, ["mmlu_stem"], place / "tasks")) == 2  # a damaged file is named
 
 
 def test_a_group_that_is_evaluated_has_its_own_result(place, tmp_path):
@@ -156,6 +162,13 @@ def test_what_is_missing_is_named(place, tmp_path):
     fails(r"validation.jsonl: cannot be read as rows \(line 1 is no JSON", "boolq")
     file.write_bytes(b'{"passage": "a"}\n{"passage": "\xff"}\n')
     fails("validation.jsonl: line 2 is not UTF-8", "boolq")
+    for line, reason in (
+        ('["a"]', "is no object of JSON"),
+        ('{"passage": "a", "passage": "b"}', "has the field 'passage' twice"),
+        ('{"passage": "\\ud83d"}', "has half of a surrogate pair"),
+    ):
+        file.write_text(f'{{"passage": "a"}}\n{line}\n')
+        fails(rf"validation.jsonl: cannot be read as rows \(line 2 {reason}", "boolq")
     fails("the task boolq reads data; name its directory with --data", "boolq", data=None)
     fails("humaneval runs code that the model writes; pass --allow-code", "humaneval")
     unconfined = "longproc_pseudo_to_code_0.5k"
@@ -189,17 +202,29 @@ def test_what_is_missing_is_named(place, tmp_path):
             "the task cannot read it (ValueError: 'E' is not in list)",
         ),
         ("agieval_aqua_rat", {"gold": [0, 7]}, "answer 7 is none of the 2 choices"),
+        ("boolq", {"label": 0.5}, "answer 0.5 is none of the 2 choices"),
     ],
 )
 def test_a_row_that_no_score_can_be_made_of_is_named(place, task, changed, message):
     file = place / "tasks" / task / f"{SPLITS[task][-1]}.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows[2] |= changed
+    (place / "tasks" / "boolq" / "train.jsonl").unlink()  # its labels are integers
     file.write_text("".join(f"{json.dumps(one)}\n" for one in rows))
     with pytest.raises(DataError) as raised:
         evaluated(place, task)
     told = str(raised.value)
     assert str(file) in told and "row 3" in told and message in told
+    (report,) = check_directory([task], place / "tasks")
+    assert report.problem == told
+
+
+def test_fields_that_have_other_types_in_the_examples_are_named(place):
+    file = place / "tasks" / "mmlu_anatomy" / "dev.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(f"{json.dumps(one | {'answer': 'A'})}\n" for one in rows))
+    with pytest.raises(DataError, match=r"the field 'answer' is .*, and in .*it is .*write both"):
+        evaluated(place, "mmlu_anatomy")
 
 
 def test_what_lm_eval_cannot_do_is_said_in_one_line(place, monkeypatch):

@@ -1,0 +1,149 @@
+"""Files of rows, JSON lines or Parquet, as the package `datasets` reads them for lm-eval."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from graphtrain.errors import DataError
+
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # by suffix
+
+
+def read_rows(path: Path, cache: Path) -> Any:
+    """Return the table of a file, which has at least one row.
+
+    Args:
+        path: The file.
+        cache: Directory of the files that the package `datasets` writes.
+
+    Raises:
+        DataError: the file cannot be read, or has no rows.
+    """
+    if not path.stat().st_size:
+        raise DataError(f"{path}: has no rows")
+    if path.suffix != ".parquet" and (problem := _not_utf8(path)):
+        raise DataError(f"{path}: {problem}")
+    try:
+        table = _read({"train": str(path)}, cache)["train"]
+    except Exception as error:  # of several packages, which read damaged files
+        reason = _bad_line(path) or _short(error)
+        raise DataError(f"{path}: cannot be read as rows ({reason})") from None
+    if not len(table):
+        raise DataError(f"{path}: has no rows")
+    return table
+
+
+def check_together(files: Mapping[str, str], fields: Sequence[str], cache: Path) -> None:
+    """Check that the files of all splits have fields of types that can be read together.
+
+    lm-eval reads those of all files as those of the first: numbers would become texts.
+
+    Args:
+        files: File of each split, all of the same format.
+        fields: Fields in which texts are no numbers.
+        cache: Directory of the files that the package `datasets` writes.
+
+    Raises:
+        DataError: they have not; the message names the field.
+    """
+    types = {path: read_rows(Path(path), cache).features for path in files.values()}
+    for told, kinds in _differences(types, fields):
+        if "string" in kinds:
+            raise DataError(told)
+    try:
+        _read(files, cache)
+    except Exception as error:  # as in read_rows
+        told, _ = next(_differences(types), ("", set()))
+        told = told or f"{', '.join(types)}: cannot be read together ({_short(error)})"
+        raise DataError(told) from None
+
+
+def _differences(
+    types: Mapping[str, Mapping[str, Any]], fields: Sequence[str] | None = None
+) -> Iterator[tuple[str, set[str]]]:
+    """Yield what to do about fields whose types differ between files, and their two types.
+
+    Args:
+        types: Type of each field, by file.
+        fields: Fields to compare; None: all.
+    """
+    first, *others = types
+    for path in others:
+        for field in types[path] if fields is None else fields:
+            if field not in types[path] or field not in types[first]:
+                continue
+            here, there = _named(types[path][field]), _named(types[first][field])
+            if here != there and "null" not in (here, there):  # an empty field is of any type
+                yield (
+                    f"{path}: the field {field!r} is {here}, and in {first} it is {there}; "
+                    "write both alike",
+                    {here, there},
+                )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first 20 of a list of names, as text."""
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+
+
+def _read(files: Mapping[str, str], cache: Path) -> Any:
+    import datasets
+
+    reader = READERS[Path(next(iter(files.values()))).suffix]
+    return datasets.load_dataset(reader, data_files=dict(files), cache_dir=str(cache))
+
+
+def _not_utf8(path: Path) -> str | None:
+    """Return which line is no text, which the package `datasets` notices when it reads a row."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f"line {number} is not UTF-8 ({error.reason} at byte {error.start} of it)"
+    return None
+
+
+def _bad_line(path: Path) -> str | None:
+    """Return the first line of a .jsonl file that is no row, and why; None if there is none."""
+    if path.suffix != ".jsonl":
+        return None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line, object_pairs_hook=_without_repeats) if line.strip() else {}
+                json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                return f"line {number} has half of a surrogate pair, which is no character"
+            except KeyError as error:
+                return f"line {number} has the field {error} twice"
+            except ValueError as error:
+                return f"line {number} is no JSON: {error}"
+            if not isinstance(row, dict):
+                return f"line {number} is no object of JSON"
+    return None
+
+
+def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in row:
+            raise KeyError(name)
+        row[name] = value
+    return row
+
+
+def _named(kind: Any) -> str:
+    """Return the type of a field in words, such as "string" or "List(string)"."""
+    if type(kind).__name__ == "Json":
+        return "of several types"
+    return str(kind).replace("Value('", "").replace("')", "")
+
+
+def _short(error: BaseException) -> str:
+    """Return the cause of an error of `datasets`, which says what is wrong in that alone."""
+    cause = error.__cause__ or error
+    return (str(cause) or type(cause).__name__).partition("\n")[0][:300]
