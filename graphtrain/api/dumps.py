@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,12 @@ from graphtrain.api.configuration import (
     observe_nothing,
     open_cache,
 )
+from sharding_rules.errors import UserError
 
 if TYPE_CHECKING:
     from graphtrain.api.configuration import Source
     from graphtrain.checkpoints.steps import StepName
-    from graphtrain.config.schema import Config
+    from graphtrain.config.schema import Config, Run
     from graphtrain.run.dumps.compare import Comparison
     from graphtrain.run.dumps.files import StoredDump
 
@@ -91,7 +93,7 @@ def dump(
     join_run(program.target, settings.run.watchdog, prepare=lambda _: prepare())
     start = named_step(Path(settings.run.directory) / "checkpoints", step)
     try:
-        return take_dump(
+        stored = take_dump(
             program,
             settings.run,
             store,
@@ -104,6 +106,22 @@ def dump(
     except MissingProgram:
         array_names(settings)  # a wrong name is the better reason
         raise
+    _upload(settings.run, Path(directory))
+    return stored
+
+
+def _upload(run: Run, directory: Path) -> None:
+    """Upload a dump that is in the folder dumps of its run; a failure is a warning."""
+    from graphtrain.checkpoints.file_copies import DUMPS, FileCopies
+
+    run_directory, place = Path(run.directory).absolute(), run.upload_place
+    if place is None or not directory.absolute().is_relative_to(run_directory / DUMPS):
+        return
+    name = directory.absolute().relative_to(run_directory).as_posix()
+    try:
+        FileCopies(run_directory, *place).upload_changed(only=f"{name}/")
+    except (UserError, OSError) as error:
+        warnings.warn(f"run.upload: {directory} is not in {place[0]}: {error}", stacklevel=2)
 
 
 def with_arrays(config: Config, arrays: Sequence[str], summary: bool | None) -> Config:

@@ -65,6 +65,7 @@ EXECUTION = frozenset(
         "run.init_adapter_from",
         "run.report_every",
         "run.checkpoints",
+        "run.upload",
         "run.fallback",
         "run.verify_every",
         "run.evaluate_every",

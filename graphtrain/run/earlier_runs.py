@@ -4,6 +4,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from graphtrain.checkpoints.file_copies import RECORD as UPLOAD_RECORD
 from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.run.directory_lock import LEASE
 from graphtrain.run.metrics import METRICS_NAME
@@ -52,7 +53,8 @@ def set_metrics_aside(directory: Path) -> str | None:
     journal = directory / METRICS_NAME
     if not journal.is_file() or not journal.stat().st_size:
         return None
-    destination = set_aside(directory, {METRICS_NAME, "tensorboard"})
+    # Without its record, the copies in an object store are left as they are too.
+    destination = set_aside(directory, {METRICS_NAME, "tensorboard", UPLOAD_RECORD})
     return (
         f"{directory} has metrics of an earlier run, but no checkpoint of it: started at step 0, "
         f"and moved them to {destination}"

@@ -40,6 +40,7 @@ from graphtrain.run.data_check import DataCheck
 from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.earlier_runs import set_aside, set_metrics_aside
 from graphtrain.run.events import RunStart, RunSummary
+from graphtrain.run.file_uploads import uploading_files
 from graphtrain.run.goodput import activities
 from graphtrain.run.goodput.timeline import Timeline
 from graphtrain.run.initial_weights import InitialWeights, load_initial_weights
@@ -146,10 +147,12 @@ def _train_until_rewound(
     timeline.move(activities.PREPARE)
     uploads = open_uploads(run, log)
     with ExitStack() as stack:
+        # The first to begin, so that the last upload has the last lines of the log.
+        copies = stack.enter_context(uploading_files(run, log.note)) if is_rank_zero else []
         stack.enter_context(log.recording())
         stack.enter_context(timeline.recording())
         trackers = stack.enter_context(tracking(run)) if is_rank_zero else []
-        observers = [log, *([uploads] if uploads else []), *trackers, *callbacks]
+        observers = [log, *([uploads] if uploads else []), *copies, *trackers, *callbacks]
         notify_callbacks = partial(notify, observers if is_rank_zero else ())
         watchdog = stack.enter_context(watched(run.watchdog, directory))
         watchdog.before_exit = timeline.end

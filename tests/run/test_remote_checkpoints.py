@@ -68,7 +68,10 @@ def test_a_run_that_is_asked_to_stop_uploads_what_it_saves(place, tmp_path):
         "--set", f"run.checkpoints.remote={tmp_path / 'store'}",
         "--set", f"run.checkpoints.local={tmp_path / 'memory'}",
     ]  # fmt: skip
-    words = ["--set", "run.steps=100000", "--set", "run.checkpoints.local_every=100000"]
+    words = [
+        "--set", "run.steps=100000", "--set", "run.checkpoints.local_every=100000",
+        "--set", "run.upload.every_seconds=1000", "--set", "run.profile='1:1'",
+    ]  # fmt: skip
     process = place.start("run", "config.toml", *store, *words)
     while len(place.journal()) < 3:
         assert process.poll() is None
@@ -78,6 +81,11 @@ def test_a_run_that_is_asked_to_stop_uploads_what_it_saves(place, tmp_path):
     last = place.journal()[-1]["step"]
     out, _ = place.command("checkpoints", "verify", str(tmp_path / "store"))
     assert out == f"{last}: intact\n"
+    copies = tmp_path / "store/run"
+    for name in ("metrics.jsonl", "run.log", "goodput.jsonl", "config.toml"):
+        assert (copies / name).read_bytes() == (place.path / "run" / name).read_bytes(), name
+    assert list(copies.glob("tensorboard/events*"))
+    assert list(copies.glob("profiles/1-1/rank-0/plugins/profile/*/*.xplane.pb"))
     assert (place.path / "run/checkpoints").readlink() == tmp_path / "memory"
     shutil.rmtree(tmp_path / "memory")
     more = ["--set", f"run.steps={last + 1}"]

@@ -79,9 +79,7 @@ def run_problems(config: Config) -> Iterator[Problem]:
     local, setting = config.run.checkpoints.local, ("run", "checkpoints", "local")
     if local is not None and (reason := directory_problem(Path(local))):
         yield Problem("machine", f'run.checkpoints.local = "{local}": {reason}', (setting,))
-    if config.run.checkpoints.remote is not None and not is_installed("obstore"):
-        error = missing_extra("obstore", "run.checkpoints.remote")
-        yield Problem("machine", str(error), (("run", "checkpoints", "remote"),))
+    yield from _store_problems(config)
     for name in ("init_from", "init_adapter_from"):
         path = getattr(config.run, name)
         if path is not None and not Path(path).exists():
@@ -89,17 +87,40 @@ def run_problems(config: Config) -> Iterator[Problem]:
             yield Problem("machine", message, (("run", name),))
 
 
+def _store_problems(config: Config) -> Iterator[Problem]:
+    """Yield why copies of checkpoints, or of files of the run, could not be written."""
+    upload = config.run.upload
+    for path, url in (
+        ("run.checkpoints.remote", config.run.checkpoints.remote),
+        ("run.upload.remote", upload and upload.remote),
+    ):
+        if url is None:
+            continue
+        setting = tuple(path.split("."))
+        if not is_installed("obstore"):
+            yield Problem("machine", str(missing_extra("obstore", path)), (setting,))
+        elif "://" not in url and (reason := directory_problem(Path(url).expanduser())):
+            yield Problem("machine", f'{path} = "{url}": {reason}', (setting,))
+
+
 def place_problems(config: Config) -> Iterator[Problem]:
-    """Yield that checkpoints, or their copies, would be in the directory of the run itself."""
-    directory = config.run.directory
-    for name in ("local", "remote"):
-        place, setting = getattr(config.run.checkpoints, name), ("run", "checkpoints", name)
+    """Yield that checkpoints, or copies, would be in the directory of the run itself."""
+    directory, checkpoints, upload = (
+        config.run.directory,
+        config.run.checkpoints,
+        config.run.upload,
+    )
+    for path, place in (
+        ("run.checkpoints.local", checkpoints.local),
+        ("run.checkpoints.remote", checkpoints.remote),
+        ("run.upload.remote", upload and upload.remote),
+    ):
         if place is not None and "://" not in place and _is_inside(place, directory):
             message = (
-                f'run.checkpoints.{name} = "{place}" is in run.directory = "{directory}", with '
-                "which it would be lost; name a directory elsewhere"
+                f'{path} = "{place}" is in run.directory = "{directory}", with which it would be '
+                "lost; name a directory elsewhere"
             )
-            yield Problem("machine", message, (setting,))
+            yield Problem("machine", message, (tuple(path.split(".")),))
 
 
 def _is_inside(place: str, directory: str) -> bool:

@@ -41,6 +41,7 @@ from graphtrain.config.schema.run import (
 )
 from graphtrain.config.schema.serve import Serve
 from graphtrain.config.schema.torch_model import TorchModel, is_imported
+from graphtrain.config.schema.upload import UploadSettings
 
 __all__ = [
     "Activation",
@@ -73,6 +74,7 @@ __all__ = [
     "Spikes",
     "Tasks",
     "TorchModel",
+    "UploadSettings",
     "Watchdog",
     "check_pipeline",
     "check_preference",

@@ -17,6 +17,7 @@ from graphtrain.config.schema.types import (
     Positive,
     PositiveFloat,
 )
+from graphtrain.config.schema.upload import UploadSettings
 from graphtrain.config.user_code import UserCode, is_user_code
 
 # concat: documents are concatenated and cut into sequences. best_fit: as many whole documents as
@@ -152,6 +153,7 @@ class Run:
     data: Data
     learning_rate: LearningRate = LearningRate()
     checkpoints: CheckpointSettings = CheckpointSettings()
+    upload: UploadSettings | None = None  # unset: none
     watchdog: Watchdog = Watchdog()
     spikes: Spikes = Spikes()
     samples: Samples | None = None  # unset: none
@@ -176,6 +178,8 @@ class Run:
         self._check_learning_rate()
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError(f"trackers = {list(self.trackers)} names one twice")
+        if self.upload is not None and self.upload_place is None:
+            raise ValueError("upload.remote is not set, and checkpoints.remote neither; set one")
         if self.data.validation is None:
             needing_validation = {
                 "checkpoints.keep_best": self.checkpoints.keep_best,
@@ -184,6 +188,14 @@ class Run:
             for name, value in needing_validation.items():
                 if value:
                     raise ValueError(f"{name} needs data.validation, which is not set")
+
+    @property
+    def upload_place(self) -> tuple[str, str | None] | None:
+        """Return URL and endpoint of the store for files of the run; None if none is uploaded."""
+        if self.upload is None:
+            return None
+        place = self.checkpoints if self.upload.remote is None else self.upload
+        return None if place.remote is None else (place.remote, place.endpoint)
 
     def _check_learning_rate(self) -> None:
         rate, steps = self.learning_rate, self.steps
