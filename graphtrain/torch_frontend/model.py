@@ -532,9 +532,15 @@ class OpenedModel:
         if feature is None:
             return {}
         if "position_ids" not in inspect.signature(self.meta.module.forward).parameters:
+            name = type(self.meta.module).__name__
+            if getattr(self.meta.module, "_is_stateful", False):  # as transformers marks Mamba
+                raise ImportedModelError(
+                    f"{feature} is implemented for attention alone, but {name} carries a state "
+                    "from token to token (a state space model or another recurrence)"
+                )
             raise ImportedModelError(
                 f"{feature} requires a module whose forward accepts position_ids, but that of "
-                f"{type(self.meta.module).__name__} does not"
+                f"{name} does not"
             )
         position_ids = positions(length)
         return {"position_ids": position_ids if position_ids.ndim == 2 else position_ids[None]}

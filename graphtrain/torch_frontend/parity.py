@@ -43,6 +43,7 @@ AUTOCAST_LOSS_TOLERANCE, AUTOCAST_GRADIENT_TOLERANCE = (
     3e-2,
 )  # tolerances if the module uses torch.autocast
 _TOKENS = (2, 16)  # (batch, seq)
+_ZERO = 1e-5  # of the largest gradient in its module: a gradient that is zero but for rounding
 _SHOWN = 3  # parameters listed in an error
 UNOPTIMIZED: dict[str, Any] = {"xla_backend_optimization_level": 0}  # compiler options
 
@@ -301,14 +302,21 @@ def _gradient_differences(
 ) -> dict[str, float]:
     """Return, by parameter, the largest difference relative to its largest gradient element.
 
-    A gradient that is zero up to rounding (that of a key bias, for example) is compared relative to
-    the other parameters. NaN or infinity on either side counts as an infinite difference.
+    A gradient that is zero up to rounding (that of a key bias, for example, which the softmax
+    cancels) is compared relative to the others of its module, whose sums round alike; a small one
+    relative to all parameters. NaN or infinity on either side counts as an infinite difference.
     """
-    largest = max(float(np.abs(gradient).max()) for gradient in expected.values())
+    sizes = {name: float(np.abs(gradient).max()) for name, gradient in expected.items()}
+    largest, in_module = max(sizes.values()), dict[str, float]()
+    for name, size in sizes.items():
+        module = name.rpartition(".")[0]
+        in_module[module] = max(size, in_module.get(module, 0.0))
     differences = {}
     for name, gradient in expected.items():
         difference = float(np.abs(gradients[name] - gradient).max())
-        scale = max(float(np.abs(gradient).max()), 1e-3 * largest)
+        scale, beside = max(sizes[name], 1e-3 * largest), in_module[name.rpartition(".")[0]]
+        if sizes[name] <= _ZERO * beside:
+            scale = max(scale, beside)
         differences[name] = difference / scale if math.isfinite(difference) else math.inf
     return differences
 

@@ -17,7 +17,12 @@ from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment
 from graphtrain.torch_frontend.document_isolation import check_documents_isolated
 from graphtrain.torch_frontend.hf_attention import CausalMask, _torch_attention
 from graphtrain.torch_frontend.model import open_model
-from graphtrain.torch_frontend.parity import check_parity, run_check_once
+from graphtrain.torch_frontend.parity import (
+    GRADIENT_TOLERANCE,
+    _gradient_differences,
+    check_parity,
+    run_check_once,
+)
 from graphtrain.torch_frontend.source import key_ingredients
 from graphtrain.torch_frontend.strict import StrictEnvironment
 from graphtrain.torch_frontend.versions import check_versions
@@ -51,6 +56,29 @@ def test_a_gradient_that_is_no_number_is_not_close():
     refusal = r"largest relative differences of gradients: inner\.weight \(inf\)"
     with pytest.raises(ImportedModelError, match=refusal):
         check_parity(model("NormOfZeros", "trace"), (2, 6))
+
+
+@pytest.mark.parametrize(
+    ("eager", "traced", "is_close"),
+    [
+        (1e-9, 2e-7, True),  # zero but for rounding, by softmax
+        (1e-9, 2e-3, False),
+        (2e-3, 2e-3 + 1e-6, False),  # small, but not zero: compared with itself
+        (2e-3, 0.0, False),
+    ],
+)
+def test_a_gradient_of_rounding_alone_is_compared_with_its_module(eager, traced, is_close):
+    others = {"head.weight": np.ones(2), "k_proj.weight": np.array([0.5, 0.1])}
+    got = _gradient_differences(
+        others | {"k_proj.bias": np.array([traced])}, others | {"k_proj.bias": np.array([eager])}
+    )
+    assert (got["k_proj.bias"] <= GRADIENT_TOLERANCE) is is_close
+    assert got["k_proj.weight"] == 0
+
+
+def test_a_model_with_a_state_in_place_of_attention_is_refused_as_that():
+    with pytest.raises(ImportedModelError, match="Stateful carries a state from token to token"):
+        check_documents_isolated(model("Stateful"))
 
 
 def test_positions_that_meet_elsewhere_than_in_attention_do_not_pass_for_apart():
