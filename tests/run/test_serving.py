@@ -250,7 +250,7 @@ def test_the_api_key_opens_the_api_and_nothing_else_needs_it(connect):
 
 
 def test_embeddings_are_refused_and_unknown_models_too(client):
-    with pytest.raises(openai.BadRequestError, match="causal language model"):
+    with pytest.raises(openai.NotFoundError, match="no embeddings: its model is a causal"):
         client.embeddings.create(model="toy", input="a")
     with pytest.raises(openai.NotFoundError, match="no model 'gpt'; this server has 'toy'"):
         client.completions.create(model="gpt", prompt="a:")

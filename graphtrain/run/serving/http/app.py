@@ -137,9 +137,11 @@ class _Routes:
 
     async def embeddings(self, request: Request) -> Response:
         raise ApiError(
-            400, "this server generates text; its model is a causal language model without "
-            "embeddings of texts"
-        )  # fmt: skip
+            404,
+            "this server has no embeddings: its model is a causal language model, which was "
+            "trained to continue texts and not to compare them",
+            code="unsupported_endpoint",
+        )
 
     def generating(self, kind: _Kind) -> Callable[[Request], Awaitable[Response]]:
         """Return the handler of an interface, which counts its answers."""
