@@ -10,15 +10,9 @@ from typing import Any
 from graphtrain.cache.programs import timestamp
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.cost_model.compute import compiled_excess, expected_excess
-from graphtrain.cost_model.memory import memory
-from graphtrain.cost_model.padded_stages import with_padding_layers
-from graphtrain.cost_model.time import step_time
-from graphtrain.cost_model.traffic import bubble_of
-from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.planning import ledger
 from graphtrain.planning.ledger import Costs, LedgerEntry
-from lowering.hlo.collectives import Collective
+from graphtrain.planning.predicted import predicted_time
 
 
 def record_run(
@@ -60,20 +54,10 @@ def record_run(
 
 def _predicted(path: Path, program: ResolvedProgram, record: Mapping[str, Any]) -> Costs:
     """Return the costs that a plan predicts for the same compiled program."""
-    size = record["stablehlo_bytes"]
-    collectives = [Collective.from_record(entry) for entry in record["collectives"]]
-    padded_program = with_padding_layers(program)
-    estimated_memory, flash = memory(padded_program), step_uses_flash_kernel(padded_program)
-    bubble, excess = bubble_of(program), expected_excess(program, flash=flash)
-    if flops := record.get("flops"):
-        excess = compiled_excess(padded_program, flops, flash=flash, bubble=bubble)
-    time = step_time(
-        padded_program, estimated_memory, collectives, bubble, flash=flash, excess=excess
-    )
     return Costs(
         compile_seconds=ledger.predict_compile_seconds(
-            ledger.read(path), program.settings.target, size
+            ledger.read(path), program.settings.target, record["stablehlo_bytes"]
         ),
-        step_seconds=time.total,
+        step_seconds=predicted_time(program, record).total,
         peak_bytes=record["memory"]["peak"],
     )

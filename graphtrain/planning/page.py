@@ -61,7 +61,7 @@ def render_page(
         title=html.escape(title),
         style=_read("plan.css"),
         data=_inside_script(json.dumps(data)),
-        charts=_inside_script(_vega_lite()),
+        charts=_inside_script(vega_lite()),
         script=_read("plan.js"),
     )
 
@@ -114,7 +114,8 @@ def require_charts(purpose: str = "the HTML page") -> None:
         raise missing_extra("vl_convert", purpose)
 
 
-def _vega_lite() -> str:
+def vega_lite() -> str:
+    """Return the JavaScript of Vega-Lite, which defines window.vegaEmbed."""
     with optional_import("the HTML page"):
         import vl_convert
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
