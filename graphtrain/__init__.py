@@ -20,6 +20,7 @@ from graphtrain.api.configuration import load_config
 from graphtrain.api.dumps import compare, dump
 from graphtrain.api.evaluation import evaluate_steps, evaluate_tasks
 from graphtrain.api.generation import generate, generate_batch
+from graphtrain.api.live_page import watch
 from graphtrain.api.programs import compile, plan
 from graphtrain.api.runs import evaluate, goodput, metrics, profile, train
 from graphtrain.api.serving import chat, serve
@@ -107,6 +108,7 @@ __all__ = [
     "profile",
     "serve",
     "train",
+    "watch",
 ]
 
 

@@ -200,7 +200,7 @@ def metrics(run: Source) -> Metrics:
     """
     from graphtrain.run.metric_columns import read_metrics
 
-    return read_metrics(_directory(run))
+    return read_metrics(directory_of(run))
 
 
 def goodput(run: Source) -> Goodput:
@@ -214,7 +214,7 @@ def goodput(run: Source) -> Goodput:
     """
     from graphtrain.run.goodput.account import read_goodput
 
-    return read_goodput(_directory(run))
+    return read_goodput(directory_of(run))
 
 
 def profile(
@@ -240,13 +240,13 @@ def profile(
     from graphtrain.run.profiles.account import joined_profile
     from graphtrain.run.profiles.files import read_profile
 
-    directory = _directory(run)
+    directory = directory_of(run)
     first_step = read_profile(directory, steps)[0].facts.first_step
     program = resolve(load_config(run, set=set, target=target).program)
     return joined_profile(directory, program_of_step(program, first_step), steps)
 
 
-def _directory(run: Source) -> Path:
+def directory_of(run: Source) -> Path:
     """Return the directory of a run, which may have been moved since it was trained."""
     from graphtrain.config.load import run_directory
 

@@ -44,6 +44,7 @@ _COMMAND_HELP = {
     "profile": "Compare the time of each operation of a step with the plan.",
     "run": "Train from compiled programs, without tracing or compiling.",
     "serve": "Serve a run over HTTP, with OpenAI's interface.",
+    "watch": "Show runs on a local page while they train.",
 }
 
 

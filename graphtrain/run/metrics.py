@@ -190,15 +190,21 @@ def _parse(content: bytes) -> tuple[list[dict[str, Any]], list[int]]:
     records, damaged = [], []
     lines = content.split(b"\n")[:-1]  # the last has no end: it is empty, or written in part
     for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if _is_record(record):
-            records.append(record)
-        else:
+        record = parse_record(line)
+        if record is None:
             damaged.append(number)
+        else:
+            records.append(record)
     return records, damaged
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line of a journal; None if the line is damaged."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if _is_record(record) else None
 
 
 def _content(path: Path) -> bytes:

@@ -12,7 +12,7 @@ from graphtrain.run.goodput.text import goodput_text
 
 PAGE_MARK = '<meta name="generator" content="graphtrain goodput">'
 _WIDTH, _ROW = 1000, 26  # pixels of the picture; height of one start
-_COLORS = dict(
+COLORS = dict(
     zip(
         BUCKETS,
         ("#2e7d32", "#6a1b9a", "#8d6e63", "#f9a825", "#0277bd", "#00897b", "#4dd0e1", "#9e9d24",
@@ -32,7 +32,7 @@ def goodput_page(goodput: Goodput) -> str:
     title = html.escape(f"Goodput of {goodput.directory}")
     bars = "".join(_bar(label, pieces, index) for index, (label, pieces) in enumerate(rows))
     legend = "".join(
-        f'<li><span style="background:{_COLORS[name]}"></span>{name}: {html.escape(meaning)}</li>'
+        f'<li><span style="background:{COLORS[name]}"></span>{name}: {html.escape(meaning)}</li>'
         for name, meaning in BUCKETS.items()
         if goodput.seconds[name]
     )
@@ -61,7 +61,7 @@ def _bar(label: str, pieces: Sequence[Piece], index: int) -> str:
     scale = _WIDTH / max(pieces[-1].start + pieces[-1].seconds - begin, 1e-9)
     return text + "".join(
         f'<rect x="{40 + (one.start - begin) * scale:.2f}" y="{top + 2}" '
-        f'width="{one.seconds * scale:.2f}" height="{_ROW - 6}" fill="{_COLORS[one.bucket]}">'
+        f'width="{one.seconds * scale:.2f}" height="{_ROW - 6}" fill="{COLORS[one.bucket]}">'
         f"<title>{one.bucket}: {one.seconds:,.2f} s</title></rect>"
         for one in pieces
     )

@@ -13,12 +13,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from graphtrain.errors import GraphtrainError
+from graphtrain.run.serving.http.listener import bind, url_of
 from graphtrain.run.serving.worker import OpenedModel, Worker
 from lowering.machine.extras import is_installed, missing_extra
 
 _MAX_CONNECTIONS = 1000
-_BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 30
 _LAST_BYTES_SECONDS = 5  # for clients to read the ends of their answers
 
@@ -58,8 +57,8 @@ def serve(
         if not is_installed(module):
             raise missing_extra(module, "graphtrain serve")
     _allow_connections()
-    listener = _bind(settings.host, settings.port)
-    lifecycle = _Lifecycle(open_model, _url(listener, settings.host), settings, log)
+    listener = bind(settings.host, settings.port)
+    lifecycle = _Lifecycle(open_model, url_of(listener, settings.host), settings, log)
     lifecycle.worker.start()  # imports what the model needs while this thread imports uvicorn
     with listener:
         server = _uvicorn(lifecycle, settings)
@@ -155,24 +154,3 @@ def _allow_connections() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens, so that clients can connect before the server is ready.
-
-    Raises:
-        GraphtrainError: the address does not exist, or is in use.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except (OSError, OverflowError) as error:
-        reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
-        raise GraphtrainError(
-            f"cannot listen on {host} port {port}: {reason}; choose another with --host or --port"
-        ) from None
-
-
-def _url(listener: socket.socket, host: str) -> str:
-    port = listener.getsockname()[1]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
