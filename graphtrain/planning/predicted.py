@@ -21,7 +21,7 @@ from lowering.hlo.collectives import Collective, merged
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """What a plan predicts for a training step."""
+    """Predicted costs of a training step."""
 
     target: str
     source: Literal["compiler", "estimate"]  # of memory and collectives

@@ -1,4 +1,4 @@
-"""What a page shows of a run beside its curves: state, plan, checkpoints, goodput."""
+"""Facts of a run beside its curves: state, plan, checkpoints, goodput."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class FollowedFile:
 
     @property
     def exists(self) -> bool:
-        """Whether the file was there at the last read."""
+        """Return whether the file was there at the last read."""
         return self._identity is not None
 
     def read(self) -> list[bytes]:

@@ -33,7 +33,7 @@ _STEPS = 500  # last ones, whose median time is compared with the plan
 
 @dataclass(frozen=True)
 class Known:
-    """What a page has of a run, as it was told; the default has nothing."""
+    """State of a page that asks; the default has nothing."""
 
     curves: str = ""  # whose points it has
     sequence: int = 0  # of the last record in them

@@ -1,4 +1,4 @@
-"""What a page is told of a run: once, and again when it changes."""
+"""News of a run for a page: once, and again when it changes."""
 
 import json
 import os
