@@ -99,24 +99,29 @@ class TaskData:
     @property
     def fields(self) -> list[str]:
         """Fields that the prompts name; those that functions of the task read are not known."""
-        from jinja2 import Environment, TemplateSyntaxError, meta
+        return sorted(set().union(*(named for named, _ in self._named_fields)))
 
+    @property
+    def _needed_fields(self) -> set[str]:
+        """Fields of all rows: none of prompts that ask whether a row has a field."""
+        return {name for named, asks in self._named_fields if not asks for name in named}
+
+    @cached_property
+    def _named_fields(self) -> list[tuple[set[str], bool]]:
+        """Fields that each template names, and whether it asks which of them a row has."""
         settings = self.task.settings
         if settings.get("process_docs"):
             return []  # the prompts name fields that this function makes
-        fields: set[str] = set()
+        found: list[tuple[set[str], bool]] = []
         for name in _TEMPLATES:
             template = settings.get(name)
             for text in template if isinstance(template, list) else [template]:
-                if not isinstance(text, str) or text.startswith("/"):  # a function, by its path
-                    continue
-                try:
-                    fields |= meta.find_undeclared_variables(Environment().parse(text))
-                except TemplateSyntaxError:
-                    continue
+                # A text that begins with / is a function, by its path.
+                if isinstance(text, str) and not text.startswith("/"):
+                    found.append(_fields_of(text))
             if isinstance(template, str) and _IDENTIFIER.fullmatch(template):
-                fields.add(template)
-        return sorted(fields)
+                found.append(({template}, False))
+        return found
 
     @property
     def has_files_of_its_own(self) -> bool:
@@ -192,6 +197,8 @@ class TaskData:
         table = read_rows(path, cache)
         for field in self.fields:
             if field not in table.column_names:
+                if field not in self._needed_fields:
+                    continue
                 raise DataError(
                     f"{path}: has no field {field!r}, which the task {self.task.name} reads; it "
                     f"has {listed(table.column_names)}"
@@ -220,3 +227,17 @@ class TaskData:
         there = [path.name for folder in self.folders for path in sorted(folder.glob("*.*"))]
         found = f"; there is {listed(there)}" if there else ""
         return f"no {places} (or .parquet){found}"
+
+
+def _fields_of(template: str) -> tuple[set[str], bool]:
+    """Return the fields that a template of Jinja names, and whether it asks if a row has one."""
+    from jinja2 import Environment, TemplateSyntaxError, meta, nodes
+
+    try:
+        parsed = Environment().parse(template)
+    except TemplateSyntaxError:
+        return set(), False
+    tests = {one.name for one in parsed.find_all(nodes.Test)}
+    filters = {one.name for one in parsed.find_all(nodes.Filter)}
+    asks = bool(tests & {"defined", "undefined"} or filters & {"default", "d"})
+    return meta.find_undeclared_variables(parsed), asks

@@ -20,6 +20,7 @@ from graphtrain.run.evaluation.answer_journal import AnswerJournal, NoAnswers
 from graphtrain.run.evaluation.evaluate_tasks import evaluate_tasks
 from graphtrain.run.evaluation.harness_model import EngineModel
 from graphtrain.run.evaluation.loaded_tasks import LoadedTasks
+from graphtrain.run.evaluation.task_catalog import TaskCatalog
 from graphtrain.run.evaluation.task_directory import check_directory, errors_of, fill_script
 from graphtrain.run.evaluation.task_results import metric_values
 from graphtrain.run.evaluation.task_settings import TaskSettings
@@ -240,6 +241,46 @@ def test_what_lm_eval_cannot_do_is_said_in_one_line(place, monkeypatch):
 def test_code_runs_confined(place):
     results = evaluated(place, "humaneval", allow_code=True, limit=2)
     assert results.document["results"]["humaneval"]["pass@1,create_test"] == 0.0
+
+
+def test_answers_that_are_drawn_repeatedly_give_majorities_and_pass_at_k(place):
+    """Of eight answers with seeds of their own, the last five are right."""
+
+    def answer(tokens, seed: int) -> int:
+        told = bytes(tokens)
+        begin = max(told.rfind(b"A:") + 2, told.rfind(b"x +") + 3)
+        texts = (b" The answer is 42.\n\n", b" -1\n#") if seed > 2 else (b" 7\n\n", b" 7\n#")
+        text = texts[b"x +" in told]
+        return text[(len(told) - begin) % len(text)]
+
+    for name, base, count in (("majority", "gsm8k_cot_self_consistency", 24),
+                              ("programs", "humaneval_64", 12)):  # fmt: skip
+        file = f"{packaged(base)}\ntask: {name}\nrepeats: 8\n"
+        (place / f"{name}.yaml").write_text(file + f"generation_kwargs: {settings_of(base, count)}")
+        (place / "tasks" / name).symlink_to(SOURCES[base])
+    tasks = [str(place / f"{name}.yaml") for name in ("majority", "programs")]
+    engine = ToyEngine(context_length=4096, chunk=256, answer=answer)
+    results = evaluated(place, *tasks, engine=engine, allow_code=True, limit=1).document["results"]
+    assert results["majority"]["exact_match,score-first"] == 0
+    assert results["majority"]["exact_match,maj@8"] == 1
+    wrong = math.comb(3, 2) / math.comb(8, 2)  # all of two answers
+    assert results["programs"]["pass@2,create_test"] == pytest.approx(1 - wrong)
+    assert results["programs"]["pass@8,create_test"] == 1
+
+
+SOURCES = {"gsm8k_cot_self_consistency": "gsm8k", "humaneval_64": "humaneval"}
+
+
+def packaged(task: str) -> str:
+    """The line that includes a packaged task."""
+    (task_file,) = TaskCatalog().tasks(task)
+    return f"include: {task_file.path}"
+
+
+def settings_of(task: str, count: int) -> str:
+    """The settings of generation of a packaged task, with shorter texts."""
+    (task_file,) = TaskCatalog().tasks(task)
+    return json.dumps(task_file.settings["generation_kwargs"] | {"max_gen_toks": count})
 
 
 def test_texts_that_are_cut_are_counted(place):
