@@ -27,6 +27,7 @@ from sharding_rules.documents import DocumentError, read_object
 RECORD = "upload.json"  # in the directory of a run
 DUMPS = "dumps"  # in the directory of a run
 _FOLDER = "run"
+_MAX_RECORD_BYTES = 16 << 20
 _FOLDER_NAME = re.compile(rf"{_FOLDER}(-[1-9][0-9]{{0,5}})?", re.ASCII)
 _FILES = (
     METRICS,
@@ -100,6 +101,31 @@ class FileCopies:
         if failure is not None:
             raise failure
         return nbytes
+
+    def upload_folder(self, name: str, *, record: str, last: str) -> bool:
+        """Upload a folder that is complete; return False if the store has it already.
+
+        Args:
+            name: Name of the folder in the directory of the run.
+            record: File in it that says of what it is.
+            last: File without which nothing can read the folder: it is uploaded last, and removed
+                before another folder of this name is replaced.
+
+        Raises:
+            CacheError: the store cannot be read or written.
+            OSError: a file cannot be read.
+        """
+        store, parent = self._open()
+        source, destination = self._directory / name, f"{parent}/{name}"
+        local = (source / record).read_bytes()
+        is_complete = store.get(f"{destination}/{last}", _MAX_RECORD_BYTES) is not None
+        if is_complete and store.get(f"{destination}/{record}", _MAX_RECORD_BYTES) == local:
+            return False
+        store.delete(f"{destination}/{last}")
+        files = sorted(path for path in source.rglob("*") if path.is_file())
+        for path in sorted(files, key=lambda path: path == source / last):
+            store.put_file(f"{destination}/{path.relative_to(source).as_posix()}", path)
+        return True
 
     def _open(self) -> tuple[ObjectStore, str]:
         if self._opened is None:

@@ -115,6 +115,8 @@ def command(
         )
     if is_rank_zero():
         click.echo(_format_summary(summary, run))
+        if summary.exported is not None:
+            click.echo(f"exported to {summary.exported}")
     if summary.stopped_by:
         import signal
 

@@ -66,6 +66,7 @@ EXECUTION = frozenset(
         "run.report_every",
         "run.checkpoints",
         "run.upload",
+        "run.export",
         "run.fallback",
         "run.verify_every",
         "run.evaluate_every",

@@ -37,6 +37,7 @@ class RunSummary:
     stopped_by: str | None  # name of the signal that stopped it, for example "SIGTERM"
     best_step: int | None = None  # step of the lowest validation loss
     stopped_early: bool = False  # run.early_stopping_patience evaluations were not lower
+    exported: Path | None = None  # folder of run.export
 
     def _repr_html_(self) -> str:
         facts = vars(self) | {"resumed_from": self.resumed_from or None}

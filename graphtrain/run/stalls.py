@@ -21,7 +21,8 @@ SAMPLING = "generating samples"
 SCORING = "evaluating tasks"
 SAVING = "saving a checkpoint"
 UPLOADING = "uploading a checkpoint"
-_STAGES = (LOADING, DATA, COMPUTING, EVALUATING, SAMPLING, SCORING, SAVING, UPLOADING)
+EXPORTING = "exporting the weights"
+_STAGES = (LOADING, DATA, COMPUTING, EVALUATING, SAMPLING, SCORING, SAVING, UPLOADING, EXPORTING)
 
 _MEDIAN_FACTOR = 5  # a step is stalled when it takes this many times the median
 _MAX_SILENCE = 60.0  # seconds without a heartbeat after which a rank is lost

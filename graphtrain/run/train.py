@@ -40,6 +40,7 @@ from graphtrain.run.data_check import DataCheck
 from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.earlier_runs import set_aside, set_metrics_aside
 from graphtrain.run.events import RunStart, RunSummary
+from graphtrain.run.export import finish_export
 from graphtrain.run.file_uploads import uploading_files
 from graphtrain.run.goodput import activities
 from graphtrain.run.goodput.timeline import Timeline
@@ -174,7 +175,8 @@ def _train_until_rewound(
         is_complete = resumption.start >= run.steps or stalled
         if is_complete and not (evaluation_owed or scores_owed):
             start = resumption.start
-            return RunSummary(directory, start, start, None, None, history.best_step, stalled)
+            summary = RunSummary(directory, start, start, None, None, history.best_step, stalled)
+            return finish_export(run, summary, watchdog, log.note)
         if saved and is_rank_zero:
             timeline.open(directory)
         initial_weights = on_all_ranks(lambda: InitialWeights.open(program, run, resuming=saved))
@@ -292,6 +294,7 @@ def _train_until_rewound(
                 return rewind.with_traceback(None)  # which would hold the state
             timeline.move(activities.SAVE)
             finish_uploads(run, uploads, watchdog, summary.steps)
+            summary = finish_export(run, summary, watchdog, log.note, lambda: stop.signal)
         if summary.stopped_by:
             timeline.end(f"stopped by {summary.stopped_by}")
         return summary

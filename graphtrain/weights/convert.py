@@ -7,7 +7,7 @@ import re
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,7 @@ def export_hugging_face(
     *,
     averaged: bool = False,
     files: ExportedFiles | None = None,
+    more_files: Mapping[str, bytes] | None = None,
 ) -> ConversionSummary:
     """Convert a converted folder or a run into a folder that transformers can load.
 
@@ -143,19 +144,20 @@ def export_hugging_face(
         step: step of the run's checkpoint; None for the last.
         averaged: whether to export the moving average of the run's weights.
         files: dtype and size of the written files; by default those of ExportedFiles.
+        more_files: other files of the folder, by name.
 
     Raises:
         WeightsError: no family can express the model, the source is incomplete, or it has no
             moving average.
     """
-    files = files or ExportedFiles()
+    files, more_files = files or ExportedFiles(), more_files or {}
     if (run := _run_of_pytorch(source)) is not None:
         if averaged:
             raise WeightsError(
                 f"{source}: --averaged does not read runs of PyTorch models; make a run of the "
                 "averaged weights first (graphtrain convert reshard --averaged)"
             )
-        return _export_torch_model(run, source, destination, progress, step, files)
+        return _export_torch_model(run, source, destination, progress, step, files, more_files)
     weights = open_weights(source, step, averaged=averaged)
     # For a model trained from scratch, the folder may contain only a tokenizer.
     config = read_config(weights.side) if (weights.side / "config.json").is_file() else None
@@ -188,6 +190,7 @@ def export_hugging_face(
         _write_config(directory, family, model, config, arrays, special)
         if files.dtype is not None:
             _write_dtype(directory / "config.json", files.dtype)
+        _write_files(directory, more_files)
     progress(len(all_layer_weights), len(all_layer_weights))
     return summarize(family, model, arrays)
 
@@ -230,6 +233,7 @@ def _export_torch_model(
     progress: Progress,
     step: int | None,
     files: ExportedFiles,
+    more_files: Mapping[str, bytes],
 ) -> ConversionSummary:
     from graphtrain.weights.torch_modules import export
 
@@ -247,7 +251,13 @@ def _export_torch_model(
             files.dtype or "float32",
             files.max_file_bytes,
         )
+        _write_files(directory, more_files)
     return ConversionSummary(model_type, num_parameters, num_arrays, files.dtype or "float32")
+
+
+def _write_files(directory: Path, contents: Mapping[str, bytes]) -> None:
+    for name, content in contents.items():
+        (directory / name).write_bytes(content)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -88,9 +88,23 @@ def test_a_run_that_is_asked_to_stop_uploads_what_it_saves(place, tmp_path):
     assert list(copies.glob("profiles/1-1/rank-0/plugins/profile/*/*.xplane.pb"))
     assert (place.path / "run/checkpoints").readlink() == tmp_path / "memory"
     shutil.rmtree(tmp_path / "memory")
-    more = ["--set", f"run.steps={last + 1}"]
+    more = ["--set", f"run.steps={last + 1}", "--set", "run.export=hf"]
     out, _ = place.command("run", "config.toml", *store, *more)
     assert f"trained {last + 1} steps (resumed from {last})" in out
+    exported = place.path / f"run/hf-{last + 1}"
+    assert f"exported to run/{exported.name}\n" in out
+    weights = (exported / "model.safetensors").read_bytes()
+    assert json.loads((exported / "config.json").read_text())["model_type"] == "llama"
+    pushed = tmp_path / "store/run" / exported.name
+    assert (pushed / "model.safetensors").read_bytes() == weights
+    # A start of the complete run exports and pushes again what is missing, or of another run.
+    (exported / "graphtrain.json").write_text("{}")
+    (pushed / "config.json").unlink()
+    out, _ = place.command("run", "config.toml", *store, *more)
+    assert out.startswith(f"run already has {last + 1} steps")
+    assert (exported / "model.safetensors").read_bytes() == weights
+    assert (place.path / "run/earlier/1" / exported.name).is_dir()
+    assert (pushed / "config.json").read_bytes() == (exported / "config.json").read_bytes()
     assert (tmp_path / "memory" / str(last + 1)).is_dir()
     _, err = place.command("run", "config.toml", *store, *words, "--fresh", status=2)
     assert "memory has checkpoints" in err and "with --fresh, move them away" in err

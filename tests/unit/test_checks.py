@@ -419,6 +419,13 @@ def test_checkpoints_in_the_directory_of_the_run_itself_are_refused(place):
         assert f'"{url}" names no bucket; write {url[:5]}BUCKET/PATH' in found
 
 
+def test_an_export_of_a_model_that_no_family_has_is_refused_before_compiling(place):
+    assert graphtrain("config", "check", "a.toml", "--set", "run.export=hf").status == 0
+    (found,) = problems("--set", "run.export=hf", "--set", "program.model.embedding_norm=true")
+    assert 'run.export = "hf": no Hugging Face family supports this combination' in found
+    assert found.endswith("; or remove run.export")
+
+
 def test_a_directory_is_tried_and_nothing_remains(tmp_path):
     assert directory_problem(tmp_path / "a" / "b") == ""
     assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ from pathlib import Path
 from graphtrain.api.checks.checkpoint import checkpoint_problems
 from graphtrain.api.checks.code import code_problems
 from graphtrain.api.checks.data import data_problems
+from graphtrain.api.checks.export import export_problems
 from graphtrain.api.checks.fallback import fallback_problems
 from graphtrain.api.checks.machine import (
     compiler_problems,
@@ -66,6 +67,7 @@ def problems(
         found += samples_problems(config)
     if "missing_data" in kinds and not purpose.weights_only:  # the run trains, here or later
         found += place_problems(config)
+        found += export_problems(config)
         found += tasks_problems(config)
     if "checkpoint" in kinds:
         found += checkpoint_problems(config, allowed_changes, weights_only=purpose.weights_only)

@@ -154,6 +154,7 @@ class Run:
     learning_rate: LearningRate = LearningRate()
     checkpoints: CheckpointSettings = CheckpointSettings()
     upload: UploadSettings | None = None  # unset: none
+    export: Literal["hf"] | None = None  # hf: a Hugging Face folder, hf-STEP, when the run ends
     watchdog: Watchdog = Watchdog()
     spikes: Spikes = Spikes()
     samples: Samples | None = None  # unset: none
@@ -194,8 +195,15 @@ class Run:
         """Return URL and endpoint of the store for files of the run; None if none is uploaded."""
         if self.upload is None:
             return None
-        place = self.checkpoints if self.upload.remote is None else self.upload
-        return None if place.remote is None else (place.remote, place.endpoint)
+        if self.upload.remote is None:
+            return self.checkpoint_place
+        return self.upload.remote, self.upload.endpoint
+
+    @property
+    def checkpoint_place(self) -> tuple[str, str | None] | None:
+        """Return URL and endpoint of the store for checkpoints; None if none is uploaded."""
+        url, endpoint = self.checkpoints.remote, self.checkpoints.endpoint
+        return None if url is None else (url, endpoint)
 
     def _check_learning_rate(self) -> None:
         rate, steps = self.learning_rate, self.steps

@@ -107,3 +107,23 @@ def test_only_the_files_of_one_folder_are_uploaded_where_asked(run, tmp_path):
     (run / "dumps/one/dump.json").write_text("{}")
     FileCopies(run, str(tmp_path / "store")).upload_changed(only="dumps/one/")
     assert list(stored(tmp_path / "store")) == ["run/dumps/one/dump.json"]
+
+
+def test_a_folder_that_is_pushed_is_never_half_of_two(network, run, tmp_path):
+    folder, store = run / "hf-3", ObjectStore(f"s3://runs/{tmp_path.name}")
+    copies = FileCopies(run, store.url, retry_seconds=0.3)
+    folder.mkdir()
+    for name in ("a.safetensors", "config.json", "model.safetensors", "record.json"):
+        (folder / name).write_text("1")
+    assert copies.upload_folder("hf-3", record="record.json", last="config.json")
+    assert not copies.upload_folder("hf-3", record="record.json", last="config.json")
+    for path in folder.iterdir():
+        path.write_text("2")
+    network.faults = ("error",)
+    network.fails = lambda request: "PUT" in request and "/model.safetensors" in request
+    with pytest.raises(CacheError, match=r"cannot write s3://.*/run/hf-3/model"):
+        copies.upload_folder("hf-3", record="record.json", last="config.json")
+    network.fails = None
+    assert store.get("run/hf-3/config.json", 9) is None
+    assert copies.upload_folder("hf-3", record="record.json", last="config.json")
+    assert {store.get(name, 9) for name in store.names("run/hf-3/")} == {b"2"}
