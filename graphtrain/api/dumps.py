@@ -19,7 +19,6 @@ from graphtrain.api.configuration import (
     observe_nothing,
     open_cache,
 )
-from sharding_rules.errors import UserError
 
 if TYPE_CHECKING:
     from graphtrain.api.configuration import Source
@@ -113,6 +112,7 @@ def dump(
 def _upload(run: Run, directory: Path) -> None:
     """Upload a dump that is in the folder dumps of its run; a failure is a warning."""
     from graphtrain.checkpoints.file_copies import DUMPS, FileCopies
+    from sharding_rules.errors import UserError
 
     run_directory, place = Path(run.directory).absolute(), run.upload_place
     if place is None or not directory.absolute().is_relative_to(run_directory / DUMPS):
