@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from graphtrain.models.attention.score_mods import soft_cap
 from graphtrain.models.chunk_size import check_chunk
 from graphtrain.models.loss import one_hot_mask, target_scores
-from graphtrain.models.matmul import dot
+from graphtrain.models.quantized_matmul import gradient_dot, parameter_dot
 from graphtrain.models.vocab_padding import mask_padding
 from lowering.tracing.constrain import constrain, mesh_axes_of, placement, shards_of
 from lowering.tracing.cpu_hints import materialize
@@ -202,7 +202,8 @@ def _scored(
     """Return both losses of a chunk by shard, and the first's gradient for the head's products."""
     hidden, targets, weights = chunk
     with jax.named_scope("head"):
-        products = dot(f"nbcse,{scored.letters}->nbcsv", hidden, head, jnp.float32)
+        equation = f"nbcse,{scored.letters}->nbcsv"
+        products = parameter_dot(("head",), equation, hidden, head, jnp.float32)
         capped = soft_cap(products, scored.cap)
         masked = mask_padding(capped, scored.vocab_tokens or capped.shape[-1])
         scores = constrain(masked, *_TOKENS, "vocab")
@@ -228,6 +229,6 @@ def _products(
     scored: LossHead, hidden: jax.Array, head: jax.Array, grad_scores: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of a chunk's hidden states and, by shard in float32, of the head."""
-    letters = scored.letters
-    grad_hidden = dot(f"nbcsv,{letters}->nbcse", grad_scores, head)
-    return grad_hidden, dot(f"nbcse,nbcsv->nc{letters}", hidden, grad_scores, jnp.float32)
+    letters, multiply = scored.letters, gradient_dot("head", grad_scores)
+    grad_hidden = multiply(f"nbcsv,{letters}->nbcse", grad_scores, head, hidden.dtype)
+    return grad_hidden, multiply(f"nbcse,nbcsv->nc{letters}", hidden, grad_scores, jnp.float32)

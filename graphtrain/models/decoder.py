@@ -35,6 +35,7 @@ from graphtrain.models.block import (
 from graphtrain.models.layer_terms import LayerTerms
 from graphtrain.models.matmul import dot
 from graphtrain.models.norms import Norm
+from graphtrain.models.quantized_matmul import parameter_dot
 from graphtrain.models.vocab_padding import mask_padding
 from lowering.tracing.constrain import constrain, in_shard_map
 from lowering.tracing.cpu_hints import materialize
@@ -195,7 +196,8 @@ class Decoder(nnx.Module):
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Return float32 logits (batch, seq, vocab) of normed hidden states (batch, seq, embed)."""
         x, tied = gather_residual(hidden), self.model.tie_word_embeddings
-        scores = dot("bse,ve->bsv" if tied else "bse,ev->bsv", x, self.head_weights(), jnp.float32)
+        equation = "bse,ve->bsv" if tied else "bse,ev->bsv"
+        scores = parameter_dot(("head",), equation, x, self.head_weights(), jnp.float32)
         capped = soft_cap(scores, self.model.final_logit_softcap)
         return constrain(mask_padding(capped, self.model.vocab_tokens), "batch", "seq", "vocab")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
@@ -21,6 +21,9 @@ from lowering.tracing.cpu_hints import materialize
 from lowering.tracing.current_target import traced_target
 
 source_lines.report_callers(__file__)
+
+# (einsum equation, first operand, second operand, dtype of the result) -> result
+Multiply = Callable[[str, jax.Array, jax.Array, DTypeLike], jax.Array]
 
 
 def dot(
@@ -195,12 +198,26 @@ def _backward(
     gradient: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     a, b = operands
-    gradient = gradient.astype(_computed_in(a, b))
+    return product_gradients(_product, equation, a, b, gradient.astype(_computed_in(a, b)))
+
+
+def product_gradients(
+    multiply: Multiply, equation: str, a: jax.Array, b: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of both operands of an einsum, each a product in its operand's dtype.
+
+    Args:
+        multiply: Computes a product.
+        equation: Einsum equation of the operands.
+        a: First operand.
+        b: Second operand.
+        gradient: Gradient of the result.
+    """
     inputs, out = equation.split("->")
     a_axes, b_axes = inputs.split(",")
     return (
-        _product(f"{out},{b_axes}->{a_axes}", gradient, b, a.dtype),
-        _product(f"{a_axes},{out}->{b_axes}", a, gradient, b.dtype),
+        multiply(f"{out},{b_axes}->{a_axes}", gradient, b, a.dtype),
+        multiply(f"{a_axes},{out}->{b_axes}", a, gradient, b.dtype),
     )
 
 

@@ -33,9 +33,9 @@ from graphtrain.models.grouped_matmul import arrange, grouped_matmul
 from graphtrain.models.grouped_matmul_support import BLOCK, why_no_grouped_matmul
 from graphtrain.models.layer_terms import LayerTerms
 from graphtrain.models.lora.layers import plain_array
-from graphtrain.models.matmul import dot
 from graphtrain.models.mlp import ACTIVATIONS
 from graphtrain.models.projection import PROJECTION, project, project_many
+from graphtrain.models.quantized_matmul import parameter_dot
 from lowering.tracing.constrain import constrain, mesh_axes_of, placement
 from lowering.tracing.current_target import traced_target
 from lowering.tracing.recording import record
@@ -82,7 +82,9 @@ class MixtureMLP(nnx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], LayerTerms]:
         """Return the experts' combined output, and the router's losses and metrics."""
         with jax.named_scope("router"):
-            scores = dot("bse,er->bsr", x.astype(jnp.float32), self.router[...], jnp.float32)
+            scores = parameter_dot(
+                ("router",), "bse,er->bsr", x.astype(jnp.float32), self.router[...], jnp.float32
+            )
             scores = constrain(scores, "batch", "seq", None)
         scores = record("mlp/router", scores, "batch", "seq", None)
         shares, experts = top_k(scores, self.mixture)
@@ -115,9 +117,11 @@ class MixtureMLP(nnx.Module):
     def _shared_names(self) -> tuple[str, ...]:
         return ("shared_gate", "shared_up") if is_gated(self.model) else ("shared_up",)
 
-    def _widths(self) -> list[jax.Array]:
-        names = ("gate", "up") if is_gated(self.model) else ("up",)
-        return [plain_array(getattr(self, name).get_value()) for name in names]
+    def _wide_names(self) -> tuple[str, ...]:
+        return ("gate", "up") if is_gated(self.model) else ("up",)
+
+    def _weights(self, name: str) -> jax.Array:
+        return plain_array(getattr(self, name).get_value())
 
     def _within_capacity(
         self, x: jax.Array, shares: jax.Array, experts: jax.Array, capacity: float
@@ -165,14 +169,17 @@ class MixtureMLP(nnx.Module):
         activate = ACTIVATIONS[self.model.activation]
         projections = [
             constrain(
-                dot("bxce,xem->bxcm", buffer, w), "dispatch_batch", "experts", "capacity", "mlp"
+                parameter_dot((name, "experts"), "bxce,xem->bxcm", buffer, self._weights(name)),
+                *("dispatch_batch", "experts", "capacity", "mlp"),
             )
-            for w in self._widths()
+            for name in self._wide_names()
         ]
         *gate, up = (checkpoint_name(projection, PROJECTION) for projection in projections)
         hidden = activate(gate[0]) * up if gate else activate(up)
-        down = plain_array(self.down.get_value())
-        out = checkpoint_name(dot("bxcm,xme->bxce", hidden, down), PROJECTION)
+        product = parameter_dot(
+            ("down", "experts"), "bxcm,xme->bxce", hidden, self._weights("down")
+        )
+        out = checkpoint_name(product, PROJECTION)
         return constrain(out, "dispatch_batch", "experts", "capacity", "embed")
 
     def _dropless(self, x: jax.Array, shares: jax.Array, experts: jax.Array) -> jax.Array:
@@ -182,8 +189,8 @@ class MixtureMLP(nnx.Module):
             *gate, up = projections
             return activate(gate[0]) * up if gate else activate(up)
 
-        down = plain_array(self.down.get_value())
-        return dropless_experts(combine, x, shares, experts, self._widths(), down)
+        gate_up, down = [self._weights(name) for name in self._wide_names()], self._weights("down")
+        return dropless_experts(combine, x, shares, experts, gate_up, down)
 
 
 def dropless_experts(

@@ -7,7 +7,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from graphtrain.models.lora.layers import multiply, multiply_many
-from graphtrain.models.quantized_matmul import quantization_of, quantized_dot
+from graphtrain.models.quantized_matmul import quantization_of
 from lowering.tracing import source_lines
 
 source_lines.report_callers(__file__)
@@ -21,9 +21,7 @@ def project(module: nnx.Module, name: str, equation: str, x: jax.Array) -> jax.A
     The product is named by checkpoint_name, so that remat = "dots" can save it.
     """
     with jax.named_scope(name):
-        y = _quantized(module, name, equation, x)
-        if y is None:
-            y = multiply(equation, x, getattr(module, name).get_value())
+        y = multiply(equation, x, getattr(module, name).get_value(), quantization_of(name))
     return _finish(module, name, y)
 
 
@@ -36,14 +34,6 @@ def project_many(
     with jax.named_scope("+".join(names)):
         products = multiply_many(equation, x, [getattr(module, name).get_value() for name in names])
     return [_finish(module, name, y) for name, y in zip(names, products, strict=True)]
-
-
-def _quantized(module: nnx.Module, name: str, equation: str, x: jax.Array) -> jax.Array | None:
-    """Return the product in fp8 or int8; None if it is not quantized."""
-    precision = quantization_of(name)
-    if precision is None:
-        return None
-    return quantized_dot(precision, equation, x, getattr(module, name).get_value())
 
 
 def _finish(module: nnx.Module, name: str, product: jax.Array) -> jax.Array:

@@ -20,6 +20,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from graphtrain.config.schema import Precision
+from graphtrain.config.schema.precision import Recipe
+from graphtrain.models.int8_weight import Int8Weight
+from graphtrain.models.matmul import Multiply, dot, product_gradients
 from lowering.hlo.quantized_products import SCOPE
 from lowering.machine.extras import optional_import
 from lowering.tracing import source_lines
@@ -32,55 +35,87 @@ _DTYPES: dict[str, tuple[DTypeLike, DTypeLike]] = {
     "fp8": (jnp.float8_e4m3fn, jnp.float8_e5m2),
     "int8": (jnp.int8, jnp.int8),
 }
-
+BLOCK = 128  # summed values with one scale; of fewer, qwix would multiply dequantized ones
 
 _current: ContextVar[Precision | None] = ContextVar("precision", default=None)
 
 
 def quantize_products(precision: Precision) -> AbstractContextManager[Any]:
-    """Quantize the products with weights of layers that are traced inside, as the settings say."""
+    """Quantize the products with weights that are traced inside, as the settings say."""
     return set_context_variable(_current, precision)
 
 
-def quantization_of(name: str) -> Precision | None:
-    """Return how products with the parameter `name` are quantized; None if they are not."""
+def quantization_of(*names: str) -> Precision | None:
+    """Return how a product is quantized; None if it is not.
+
+    Args:
+        names: Its parameter, and the part of the model that it belongs to.
+    """
     current = _current.get()
-    if current is None or current.matmul_dtype is None or name in (current.exclude or ()):
+    if current is None or current.matmul_dtype is None or {*names}.intersection(current.excluded):
         return None
     return current
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def quantized_dot(
-    precision: Precision, equation: str, x: jax.Array, weights: jax.Array
+def parameter_dot(
+    names: tuple[str, ...],
+    equation: str,
+    x: jax.Array,
+    weights: jax.Array | Int8Weight,
+    dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Return the einsum of activations and weights, both quantized, in the dtype of x."""
-    forward, _ = _DTYPES[precision.matmul_dtype or ""]
-    return _product(precision, equation, (x, forward), (weights, forward), x.dtype)
+    """Return `dot` of activations and weights; in fp8 or int8 if the settings say so.
+
+    Args:
+        names: Those of `quantization_of`.
+        equation: Einsum equation.
+        x: Activations.
+        weights: Weights; of int8 only while a model is served.
+        dtype: Dtype of the result; None: that of the computation.
+    """
+    precision = quantization_of(*names)
+    if precision is None or isinstance(weights, Int8Weight):
+        return dot(equation, x, weights, dtype)
+    with jax.named_scope(names[0]):
+        return quantized_dot(precision, equation, x, weights, dtype or x.dtype)
+
+
+def gradient_dot(name: str, gradient: jax.Array) -> Multiply:
+    """Return how `gradient` is multiplied, where a loop computes gradients in the forward pass."""
+    if (precision := quantization_of(name)) is None:
+        return dot
+
+    def multiply(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax.Array:
+        with jax.named_scope(name):
+            return _product(precision, equation, a, b, dtype, gradient)
+
+    return multiply
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 4))
+def quantized_dot(
+    precision: Precision, equation: str, x: jax.Array, weights: jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """Return the einsum of activations and weights, both quantized, in a dtype."""
+    return _product(precision, equation, x, weights, dtype)
 
 
 def _forward(
-    precision: Precision, equation: str, x: jax.Array, weights: jax.Array
+    precision: Precision, equation: str, x: jax.Array, weights: jax.Array, dtype: DTypeLike
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return quantized_dot(precision, equation, x, weights), (x, weights)
+    return quantized_dot(precision, equation, x, weights, dtype), (x, weights)
 
 
 def _backward(
     precision: Precision,
     equation: str,
+    dtype: DTypeLike,
     operands: tuple[jax.Array, jax.Array],
     gradient: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    x, weights = operands
-    forward, backward = _DTYPES[precision.matmul_dtype or ""]
-    inputs, out = equation.split("->")
-    of_x, of_weights = inputs.split(",")
-    multiply = partial(_product, precision)
-    given = gradient, backward
-    return (
-        multiply(f"{out},{of_weights}->{of_x}", given, (weights, forward), x.dtype),
-        multiply(f"{of_x},{out}->{of_weights}", (x, forward), given, weights.dtype),
-    )
+    del dtype
+    multiply = partial(_product, precision, gradient=gradient)
+    return product_gradients(multiply, equation, *operands, gradient)
 
 
 quantized_dot.defvjp(_forward, _backward)
@@ -89,27 +124,48 @@ quantized_dot.defvjp(_forward, _backward)
 def _product(
     precision: Precision,
     equation: str,
-    first: tuple[jax.Array, DTypeLike],
-    second: tuple[jax.Array, DTypeLike],
+    first: jax.Array,
+    second: jax.Array,
     dtype: DTypeLike,
+    gradient: jax.Array | None = None,
 ) -> jax.Array:
-    """Return the einsum of two arrays, each quantized to a dtype, with the sums in float32."""
+    """Return the einsum of two arrays, both quantized, with the sums in float32.
+
+    Args:
+        precision: Settings.
+        equation: Einsum equation.
+        first: First operand.
+        second: Second operand.
+        dtype: Dtype of the result.
+        gradient: The operand that is a gradient, if one is.
+    """
     with optional_import("program.precision.matmul_dtype"):
         import qwix
 
+    of_values, of_gradients = _DTYPES[precision.matmul_dtype or ""]
     inputs, out = equation.split("->")
     quantized = [
         qwix.quantize(
             array,
-            qtype,
-            channelwise_axes=[
-                axis
-                for axis, letter in enumerate(letters)
-                if letter in out and precision.recipe_or_default == "channel"
-            ],
+            of_gradients if array is gradient else of_values,
             scale_dtype=jnp.float32,
+            **_scales(precision.recipe_or_default, letters, out, array.shape),
         )
-        for (array, qtype), letters in zip((first, second), inputs.split(","), strict=True)
+        for array, letters in zip((first, second), inputs.split(","), strict=True)
     ]
     with jax.named_scope(SCOPE):
         return qwix.einsum(equation, *quantized, preferred_element_type=jnp.float32).astype(dtype)
+
+
+def _scales(
+    recipe: Recipe | None, letters: str, out: str, shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """Return which elements of an operand share a scale, as arguments of qwix.quantize."""
+    if recipe == "tensor":
+        return {}
+    channels = [axis for axis, letter in enumerate(letters) if letter in out]
+    if recipe == "channel":
+        return {"channelwise_axes": channels}
+    last = max(axis for axis, letter in enumerate(letters) if letter not in out)
+    blocks = {} if shape[last] % BLOCK else {last: BLOCK}
+    return {"channelwise_axes": channels, "tiled_axes": blocks}

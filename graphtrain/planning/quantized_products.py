@@ -44,8 +44,9 @@ def products_line(precision: Precision, assessment: Assessment) -> list[str]:
         return [f"products in {asked}: known once the step is compiled"]
     counts = _counts(assessment.products)
     total = sum(assessment.products.values())
+    excluded = ", ".join(precision.excluded) or "none"
     return [
-        f"products in {asked}: {counts[asked]:,} of {total:,} a step, of the layers' weights "
+        f"products in {asked}: {counts[asked]:,} of {total:,} a step; excluded: {excluded} "
         "(source: compiler)"
     ]
 

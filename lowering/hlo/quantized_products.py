@@ -12,6 +12,7 @@ QUANTIZED = ("fp8", "int8")  # dtypes in which a product is as it was asked for
 _PRODUCTS = ("dot", "convolution")  # XLA:TPU computes products as convolutions
 _LIBRARIES = ("__cublas$", "__onednn$", "__triton_gemm")  # custom calls that are products
 _INSIDE = re.compile(rf"([^/]*)/([^/]*)/{SCOPE}/")
+_WRAPPED = re.compile(r"^(?:\w+\()*([^()]*)\)*$")  # "transpose(jvp(head))"
 
 
 def quantized_product(computation: Computation, instruction: Instruction) -> dict[str, int]:
@@ -27,7 +28,9 @@ def quantized_product(computation: Computation, instruction: Instruction) -> dic
     is_backward = "transpose(" in op_name and "rematted_computation" not in op_name
     dtypes = [arrays(shape)[0][0] for shape in computation.operand_shapes(instruction)[:2]]
     direction = "backward" if is_backward else "forward"
-    return {f"{_common(dtypes)} {match[1]}/{match[2]} {direction}": 1}
+    part, name = (_WRAPPED.sub(r"\1", scope) for scope in match.groups())
+    array = name if part == name else f"{part}/{name}"  # the head is a part and an array
+    return {f"{_common(dtypes)} {array} {direction}": 1}
 
 
 def _is_product(instruction: Instruction) -> bool:

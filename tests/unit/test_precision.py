@@ -1,11 +1,12 @@
 """Settings of products in fp8 and int8, and the package that they need."""
 
+import dataclasses
 import re
 
 import pytest
 
 from graphtrain.api.checks import machine
-from graphtrain.config.schema import Adapter, Batch, Model, Precision, Program
+from graphtrain.config.schema import Batch, MixtureOfExperts, Model, Precision, Program
 from lowering.hlo.collectives import read
 from sharding_rules.mesh import MeshShape
 
@@ -28,13 +29,19 @@ def test_settings_that_need_or_exclude_quantized_products_are_refused():
     with pytest.raises(ValueError, match='recipe needs matmul_dtype; set it to "fp8" or "int8"'):
         Precision(recipe="tensor")
     with pytest.raises(ValueError, match="exclude"):
-        Precision(matmul_dtype="fp8", exclude=("head",))  # is never quantized
+        Precision(**{"matmul_dtype": "fp8", "exclude": ("norm",)})  # has no product
     per_step = Batch(global_batch_size=2, seq_len=8, gradient_reduction="per_step")
     words = re.escape('precision.matmul_dtype cannot be used with batch.gradient_reduction = "per_')
     with pytest.raises(ValueError, match=words):
         program(precision=FP8, batch=per_step)
-    with pytest.raises(ValueError, match="cannot be used with adapter; remove one of them"):
-        program(precision=FP8, adapter=Adapter(rank=2, alpha=4.0))
+
+
+def test_experts_without_a_capacity_have_no_product_in_8_bits():
+    dropless = dataclasses.replace(MODEL, moe=MixtureOfExperts(experts=2))
+    assert program(model=dropless, precision=FP8).precision.excluded[1] == "experts"
+    named = dataclasses.replace(FP8, exclude=("head",))
+    with pytest.raises(ValueError, match=r'does not name "experts".*or set capacity_factor'):
+        program(model=dropless, precision=named)
 
 
 def test_a_missing_package_is_named_with_its_extra_before_anything_is_compiled(monkeypatch):
@@ -53,6 +60,7 @@ ENTRY %main (a: f8e4m3fn[16,16], b: f8e5m2[16,16], c: bf16[16,16]) -> f32[16,16]
   %one = f32[16,16]{1,0} custom-call(%a, %b), custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="jit(step)/transpose(jvp())/mlp/up/quantized_product/dot_general"}
   %two = f32[16,16]{1,0} dot(%a, %c), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/mlp/down/quantized_product/dot_general"}
   %three = f32[16,16]{1,0} dot(%c, %c), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/head/dot_general"}
+  %four = f32[16,16]{1,0} dot(%c, %c), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/transpose(jvp(head))/head/quantized_product/dot_general"}
   ROOT %sum = f32[16,16]{1,0} add(%one, %two), metadata={op_name="jit(step)/mlp/up/quantized_product/add"}
 }
 """  # noqa: E501
@@ -60,5 +68,9 @@ ENTRY %main (a: f8e4m3fn[16,16], b: f8e5m2[16,16], c: bf16[16,16]) -> f32[16,16]
 
 def test_a_product_counts_as_fp8_only_if_both_operands_are():
     facts = read(HLO, MeshShape.resolve({"data": 1}, 1))
-    assert dict(facts.products) == {"fp8 mlp/up backward": 1, "bf16 mlp/down forward": 1}
+    assert dict(facts.products) == {
+        "fp8 mlp/up backward": 1,
+        "bf16 mlp/down forward": 1,
+        "bf16 head backward": 1,
+    }
     assert type(facts).from_record(facts.to_record()) == facts

@@ -13,12 +13,14 @@ _GROWTH_FACTOR = 2.0
 _BACKOFF_FACTOR = 0.5
 # The loss is multiplied in float32: smallest and largest normal number of it.
 _Scale = Annotated[float, Field(ge=1.2e-38, le=3.4e38)]
-# Parameters of layers whose products can be quantized, by their names.
+# Parameters whose products can be quantized, by their names, and parts of the model. The embedding
+# is a lookup and no product; experts are those that a router chooses.
 Quantizable = Literal[
     "query", "key", "value", "output", "gate", "up", "gate_up", "down",
-    "shared_gate", "shared_up", "shared_down",
+    "shared_gate", "shared_up", "shared_down", "experts", "router", "head", "embedding",
 ]  # fmt: skip
-Recipe = Literal["tensor", "channel"]
+_EXCLUDED: tuple[Quantizable, ...] = ("head", "experts", "router", "embedding")
+Recipe = Literal["tensor", "channel", "block"]
 _RECIPES: dict[str, Recipe] = {"fp8": "tensor", "int8": "channel"}
 _OF_DYNAMIC = ("initial_scale", "growth_interval", "growth_factor", "backoff_factor")
 
@@ -35,10 +37,11 @@ class Precision:
     """
 
     matmul_dtype: Literal["fp8", "int8"] | None = None  # of layers' products; unset: model.dtype
-    # tensor: one scale for an operand. channel: one for each row and column. Unset: tensor for fp8,
-    # channel for int8.
+    # tensor: one scale for an operand. channel: one for each row and column. block: one for 128
+    # summed values of each row and column. Unset: tensor for fp8, channel for int8.
     recipe: Recipe | None = None  # fp8, int8: what shares a scale
-    exclude: tuple[Quantizable, ...] | None = None  # products that stay in model.dtype; unset: none
+    # Unset: head, experts, router, embedding; a list replaces them all.
+    exclude: tuple[Quantizable, ...] | None = None  # products that stay in model.dtype
     # dynamic: grows until a gradient overflows, and that step is skipped. A number: constant.
     loss_scale: Literal["dynamic"] | _Scale | None = None  # float16; unset: "dynamic"
     initial_scale: _Scale | None = None  # dynamic: scale of the first step; unset: 65536
@@ -54,7 +57,7 @@ class Precision:
                 f"remove it, or loss_scale = {self.loss_scale}"
             )
 
-        if self.matmul_dtype is None and (self.recipe or self.exclude):
+        if self.matmul_dtype is None and (self.recipe or self.exclude is not None):
             name = "recipe" if self.recipe else "exclude"
             raise ValueError(f'{name} needs matmul_dtype; set it to "fp8" or "int8", or remove it')
 
@@ -62,6 +65,11 @@ class Precision:
     def recipe_or_default(self) -> Recipe | None:
         """Return what shares a scale; None without fp8 and int8."""
         return None if self.matmul_dtype is None else self.recipe or _RECIPES[self.matmul_dtype]
+
+    @property
+    def excluded(self) -> tuple[Quantizable, ...]:
+        """Return the parameters and parts of the model whose products are not quantized."""
+        return _EXCLUDED if self.exclude is None else self.exclude
 
     def check_dtype(self, dtype: str) -> None:
         """Refuse a loss scale where the model does not compute in float16.

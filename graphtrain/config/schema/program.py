@@ -167,12 +167,18 @@ def _check_quantized_products(program: Program) -> None:
     """Refuse settings with which products cannot be in fp8 or int8."""
     refused = {
         "model.torch, model.hf or model.flax": is_imported(program.model),
-        "adapter": program.adapter is not None,
         'batch.gradient_reduction = "per_step"': program.batch.gradient_reduction == "per_step",
     }
     if names := [name for name, is_set in refused.items() if is_set]:
         raise ValueError(
             f"precision.matmul_dtype cannot be used with {' and '.join(names)}; remove one of them"
+        )
+    excluded, mixture = program.precision.excluded, program.model.moe
+    if mixture and mixture.capacity_factor is None and "experts" not in excluded:
+        raise ValueError(
+            'precision.exclude does not name "experts", and experts without '
+            "model.moe.capacity_factor have no product in fp8 or int8; add it, or set "
+            "capacity_factor"
         )
 
 

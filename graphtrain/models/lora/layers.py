@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from graphtrain.config.schema import Program
+from graphtrain.config.schema import Precision, Program
 from graphtrain.models.lora.quantize import NF4, QuantizationKind
 from graphtrain.models.lora.trainable import CODES, LORA_A, LORA_B, SCALES, lora_paths
 from graphtrain.models.matmul import dot, dot_many
+from graphtrain.models.quantized_matmul import quantized_dot
 from graphtrain.models.shapes import parameter_arrays
 from lowering.tracing import source_lines
 from lowering.tracing.constrain import constrain, draw_shard, shards_of
@@ -149,18 +150,27 @@ def plain_array(weight: Weight) -> jax.Array:
     return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
 
 
-def multiply(equation: str, x: jax.Array, weight: Weight) -> jax.Array:
+def multiply(
+    equation: str, x: jax.Array, weight: Weight, precision: Precision | None = None
+) -> jax.Array:
     """Multiply x by a weight: a plain array, a quantized weight, or one with LoRA factors.
 
-    `equation` is an einsum equation of x and the weight of one layer.
+    Args:
+        equation: Einsum equation of x and the weight of one layer.
+        x: Activations.
+        weight: The weight.
+        precision: How the product, without that of LoRA, is computed in fp8 or int8; None: it is
+            not.
     """
-    return multiply_many(equation, x, [weight])[0]
+    return multiply_many(equation, x, [weight], precision)[0]
 
 
-def multiply_many(equation: str, x: jax.Array, weights: Sequence[Weight]) -> list[jax.Array]:
+def multiply_many(
+    equation: str, x: jax.Array, weights: Sequence[Weight], precision: Precision | None = None
+) -> list[jax.Array]:
     """Multiply one x by several weights; see multiply."""
     base = [weight.weight if isinstance(weight, LoraWeight) else weight for weight in weights]
-    results = _frozen_products(equation, x, base)
+    results = _frozen_products(equation, x, base, precision)
     return [
         result + _adapter(equation, x, weight) if isinstance(weight, LoraWeight) else result
         for result, weight in zip(results, weights, strict=True)
@@ -168,10 +178,15 @@ def multiply_many(equation: str, x: jax.Array, weights: Sequence[Weight]) -> lis
 
 
 def _frozen_products(
-    equation: str, x: jax.Array, weights: Sequence[jax.Array | QuantizedWeight]
+    equation: str,
+    x: jax.Array,
+    weights: Sequence[jax.Array | QuantizedWeight],
+    precision: Precision | None,
 ) -> list[jax.Array]:
     def multiply(x: jax.Array, weights: Sequence[jax.Array | QuantizedWeight]) -> list[jax.Array]:
         arrays = [plain_array(weight) for weight in weights]
+        if precision is not None:
+            return [quantized_dot(precision, equation, x, array, x.dtype) for array in arrays]
         return [dot(equation, x, arrays[0])] if len(arrays) == 1 else dot_many(equation, x, arrays)
 
     if any(isinstance(weight, QuantizedWeight) for weight in weights):
