@@ -1,11 +1,11 @@
 """[program.model] with flax: a Flax module of the user in place of the native decoder."""
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from graphtrain.config.schema.types import STRICT, Plain, Positive
+from graphtrain.config.schema.types import STRICT, ComputeDtype, Plain, Positive
 from graphtrain.config.user_code import UserCode
 
 _EMPTY: Any = Field(default_factory=dict)
@@ -18,7 +18,7 @@ class FlaxModel:
     flax: str  # "file.py:name", called with vocab, dtype, rngs and arguments; returns an nnx.Module
     arguments: dict[str, Plain] = _EMPTY  # arguments of flax
     vocab: Positive  # number of token ids
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of computation; weights are float32
+    dtype: ComputeDtype = "bfloat16"  # of computation; weights are float32
 
     def __hash__(self) -> int:
         return hash(repr(self))  # dictionaries are not hashable
