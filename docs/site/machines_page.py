@@ -25,8 +25,8 @@ def page() -> str:
     """Return the page."""
     tables = read_toml(Path(target.__file__).with_name("topologies.toml"))
     head = ("machine", "platform", "memory, GB", "bandwidth, GB/s", "bfloat16, TFLOP/s",
-            "float32, TFLOP/s", "link, GB/s", "network, GB/s", "devices per host",
-            "products reach, %", "attention reaches, %")  # fmt: skip
+            "float32, TFLOP/s", "fp8, TFLOP/s", "int8, TFLOP/s", "link, GB/s", "network, GB/s",
+            "devices per host", "products reach, %", "attention reaches, %")  # fmt: skip
     rows = [_row(name, one) for name, one in tables.items()]
     sources = [(f"`{name}`", one["source"]) for name, one in tables.items()]
     return HEAD + table(head, rows) + SOURCES + table(("machine", "source"), sources)
@@ -39,7 +39,7 @@ def _row(name: str, one: dict[str, Any]) -> tuple[str, ...]:
         _scaled(one.get("memory"), 1e9),
         _scaled(one.get("bandwidth"), 1e9),
         _scaled(one["flops"].get("bfloat16"), 1e12),
-        _scaled(one["flops"].get("float32"), 1e12),
+        *(_scaled(one["flops"].get(dtype), 1e12) for dtype in ("float32", "fp8", "int8")),
         _scaled(one.get("link"), 1e9),
         _scaled(one.get("network"), 1e9),
         str(one.get("group", "")),

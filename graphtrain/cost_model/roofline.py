@@ -9,6 +9,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema.types import item_bytes
 from graphtrain.cost_model.compute import PartFlops
 from graphtrain.cost_model.padded_stages import with_padding_layers
+from graphtrain.cost_model.product_peaks import part_peak
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from graphtrain.models.flops import Part
 
@@ -27,14 +28,14 @@ class PartRoofline:
 def rooflines(program: ResolvedProgram, parts: Sequence[PartFlops]) -> tuple[PartRoofline, ...]:
     """Return the roofline of each part of a program."""
     native, target = with_padding_layers(program), program.target
-    peak = target.peak_flops(program.model.dtype) / target.devices
+    peaks = {part.name: part_peak(program, part.name) / target.devices for part in parts}
     bandwidth = target.specification.get("bandwidth")
     read = _weight_bytes(native)
     return tuple(
         PartRoofline(
             part,
             device_flops := part.computed / target.devices,
-            compute_seconds=device_flops / peak if peak else None,
+            compute_seconds=device_flops / peaks[part.name] if peaks[part.name] else None,
             weight_bytes=read.get(part.name, 0.0),
             weight_seconds=read.get(part.name, 0.0) / bandwidth if bandwidth else None,
         )

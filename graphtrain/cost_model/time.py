@@ -10,6 +10,7 @@ from graphtrain.cost_model.assessment import Memory, StepTime
 from graphtrain.cost_model.compute import expected_excess, flops_by_part
 from graphtrain.cost_model.elementwise import elementwise_bytes
 from graphtrain.cost_model.native_equivalent import with_native_model
+from graphtrain.cost_model.product_peaks import part_peak, step_peak
 from graphtrain.models.flops import step_flops_per_token
 from lowering.machine.target import AT_PEAK, Achieved, Target
 from sharding_rules.mesh import MeshShape
@@ -75,8 +76,9 @@ def step_time(
 def mfu(program: ResolvedProgram, seconds: float | None, *, causal: bool = False) -> float | None:
     """Return the model FLOP utilization (MFU) of a step; recomputation is not useful work.
 
-    The result is None if the time or the target's peak is not known. Scores that a step never
-    computes must not be counted as its work: MFU could exceed 1.
+    The result is None if the time or the target's peak is not known. Products in 8 bits count at
+    the peak of their dtype. Scores that a step never computes must not be counted as its work: MFU
+    could exceed 1.
 
     Args:
         program: the program.
@@ -86,7 +88,7 @@ def mfu(program: ResolvedProgram, seconds: float | None, *, causal: bool = False
 
     Source: Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311
     """
-    peak = program.target.peak_flops(program.model.dtype)
+    peak = step_peak(program)
     native = with_native_model(program.settings)
     useful = step_flops_per_token(native, causal=causal) * program.batch.tokens
     return useful / (seconds * peak) if peak and seconds else None
@@ -100,10 +102,12 @@ def overlap_of(axes: Iterable[str], achieved: Achieved) -> float:
 
 def _seconds_of_compute(program: ResolvedProgram, achieved: Achieved, flash: bool) -> float | None:
     """Return the seconds of products and attention; None if the peak FLOP/s is unknown."""
-    peak = program.target.peak_flops(program.model.dtype)
-    if not peak:
+    if not program.target.peak_flops(program.model.dtype):
         return None
-    parts = {part.name: part.ideal / peak for part in flops_by_part(program, flash=flash)}
+    parts = {
+        part.name: part.ideal / part_peak(program, part.name)
+        for part in flops_by_part(program, flash=flash)
+    }
     scores = parts.pop("attention scores")
     reached = achieved.attention if flash else achieved.products
     return sum(parts.values()) / achieved.products + scores / reached

@@ -20,6 +20,7 @@ from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
+from graphtrain.cost_model.product_peaks import step_peak
 from graphtrain.errors import TrainingError
 from graphtrain.graphs.names import EVALUATE_AVERAGED, SPIKE
 from graphtrain.models.flops import useful_flops_per_token
@@ -448,7 +449,7 @@ class TrainingLoop:
     def _utilization(self, tokens_per_second: float) -> dict[str, float | None]:
         """Return the model FLOPs utilization (MFU); None if FLOPs or the peak are unknown."""
         peak, flops_per_token = (
-            self.program.target.peak_flops(self.program.model.dtype),
+            step_peak(self.program),
             self._flops,
         )
         return {

@@ -14,6 +14,7 @@ from graphtrain.cost_model.compute import compiled_excess
 from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.native_equivalent import sizes_unknown
 from graphtrain.cost_model.padded_stages import with_padding_layers
+from graphtrain.cost_model.product_peaks import step_peak
 from graphtrain.cost_model.time import communication_seconds, step_time
 from graphtrain.cost_model.traffic import bubble_of
 from graphtrain.errors import TrainingError
@@ -226,7 +227,7 @@ def _group(operation: Operation | None) -> tuple[str, str]:
 def _product_flops_per_second(program: ResolvedProgram) -> float:
     """Return the rate of one device that the plan assumes; 0 if it is unknown."""
     achieved = program.target.achieved or AT_PEAK
-    peak = program.target.peak_flops(program.model.dtype) / program.target.devices
+    peak = step_peak(program) / program.target.devices
     return peak * achieved.products
 
 
