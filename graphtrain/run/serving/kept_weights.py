@@ -3,7 +3,8 @@
 A checkpoint holds the weights in float32 and in the layout of training; to serve them, they are
 read, cast and split by layers. The result is kept in RUN/serving/KEY: a .npy file for each array,
 whose data NumPy aligns so that JAX uses the mapped file as it is, and a manifest. The key is made
-from the digests of the weights and of the program that cast them.
+from the digests of the weights and of the program that cast them. One process writes at a time;
+a server beside it keeps none.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files, wri
 from graphtrain.checkpoints.output_directory import create_directory
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Run
+from graphtrain.errors import WeightsError
 from graphtrain.files import content_digest, json_digest
 from graphtrain.weights.digests import NAME as WEIGHTS_RECORD
+from lowering.machine.leases import Lease
 from lowering.trees import Tree, flatten
 from lowering.xla import distributed
 
 FOLDER = "serving"  # in the directory of a run
+_LEASE = ".lease"  # in it: of the process that writes
 _KEY_LENGTH = 32
 _SPARE_BYTES = 1 << 30  # that stay free on the disk
 
@@ -69,9 +73,24 @@ class KeptWeights:
     def write(self, program: ResolvedProgram, weights: Tree) -> Iterator[str]:
         """Write the weights in place of others that were kept; yield the name of each array.
 
+        If another process writes weights of this run now, or has kept these, nothing is written.
+
         Raises:
             WeightsError: the directory cannot be written.
         """
+        lease = Lease(self.folder.parent / _LEASE)
+        try:
+            if not lease.try_acquire():
+                return
+        except OSError as error:
+            raise WeightsError(f"{self.folder} cannot be written: {error}") from error
+        try:
+            if not self.folder.is_dir():
+                yield from self._write(program, weights)
+        finally:
+            lease.release()
+
+    def _write(self, program: ResolvedProgram, weights: Tree) -> Iterator[str]:
         arrays = flatten(lowering.backend(program.target).checkpoint_arrays(weights))
         with create_directory(self.folder) as unfinished:
             for path, array in arrays.items():
@@ -81,7 +100,8 @@ class KeptWeights:
                 yield path
             write_manifest(unfinished)
         for other in self.folder.parent.iterdir():
-            if other != self.folder:  # mapped files stay readable to those who have them open
+            if other not in (self.folder, self.folder.parent / _LEASE):
+                # Mapped files stay readable to those who have them open.
                 shutil.rmtree(other, ignore_errors=True)
 
     def remove(self) -> None:
