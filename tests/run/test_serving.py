@@ -3,6 +3,8 @@
 import asyncio
 import random
 import re
+import socket
+import time
 from contextlib import ExitStack
 
 import httpx2 as httpx
@@ -207,6 +209,21 @@ def test_a_client_that_leaves_frees_its_slot(connect):
         assert answer.usage.completion_tokens == 3
         metrics = httpx.get(f"{url}/metrics").text
     assert "graphtrain_sequences_cancelled_total 2.0" in metrics
+
+
+def test_a_client_that_leaves_while_it_asks_is_no_defect(caplog):
+    with served(ToyEngine()) as url:
+        port = int(url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+            client.sendall(head + b"application/json\r\nContent-Length: 100\r\n\r\n{")
+        for _ in range(100):
+            metrics = httpx.get(f"{url}/metrics").text
+            if "graphtrain_requests_total" in metrics:
+                break
+            time.sleep(0.02)
+    assert 'graphtrain_requests_total{path="/v1/completions",status="499"} 1.0' in metrics
+    assert not caplog.records
 
 
 def test_a_full_queue_is_refused_and_the_client_tries_again():

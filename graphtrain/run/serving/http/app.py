@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan
@@ -162,7 +162,10 @@ class _Routes:
 
     async def _generate(self, request: Request, kind: _Kind) -> Any:
         model = self._opened()
-        body = await read_body(request, self._settings.max_body)
+        try:
+            body = await read_body(request, self._settings.max_body)
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_LEFT)
         parsed = await asyncio.to_thread(parse_request, kind.request, body)
         adapter = self._adapter(parsed.model, model)
         prepared = await asyncio.to_thread(kind.prepare, parsed, model, adapter)
