@@ -115,6 +115,8 @@ def _read_questions(session: "ChatSession") -> None:
             say("")
             continue
         except EOFError:
+            if is_terminal:
+                say("")  # what follows is not in the line of the prompt
             return
         if line == "/quit":
             return

@@ -3,6 +3,7 @@ mean no good."""
 
 import json
 import os
+import pty
 import re
 import select
 import signal
@@ -457,6 +458,44 @@ def test_ctrl_c_stops_an_answer_and_the_next_question_is_answered():
         child.stdin.close()
         assert child.wait(10) == 0
     assert len(first) < 900
+
+
+def test_a_terminal_has_history_ctrl_c_stops_an_answer_and_ctrl_d_ends():
+    options = {"chat": True, "context_length": 3000, "seconds_per_call": 0.02, "text": "word "}
+    path = os.pathsep.join(str(SCRIPT.parents[up]) for up in (0, 1, 2))
+    terminal, its_end = pty.openpty()
+    # A shell makes the terminal that of the new session, whose Ctrl-C is a signal.
+    command = ["setsid", "--ctty", "--wait", sys.executable, str(SCRIPT), json.dumps(options)]
+    with subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=its_end, stdout=its_end, stderr=its_end,
+    ) as child:  # fmt: skip
+        os.close(its_end)
+        read_until(terminal, b"> ")
+        os.write(terminal, b"first:\r")
+        read_until(terminal, b"word word ")
+        os.write(terminal, b"\x03")
+        assert read_until(terminal, b"\n> ").count(b"word") < 200
+        os.write(terminal, b"\x1b[A")  # the line before, to be edited
+        assert b"first:" in read_until(terminal, b":")
+        os.write(terminal, b" again:\r")
+        read_until(terminal, b"word word")
+        os.write(terminal, b"\x03")
+        read_until(terminal, b"\n> ")
+        os.write(terminal, b"\x04")
+        read_until(terminal, b"\n")
+        assert child.wait(10) == 0
+    os.close(terminal)
+
+
+def read_until(terminal: int, end: bytes) -> bytes:
+    """Read what a terminal shows, up to these bytes."""
+    shown = b""
+    while end not in shown:
+        assert select.select([terminal], [], [], 20)[0], shown
+        shown += os.read(terminal, 10_000)
+    return shown
 
 
 def test_sigterm_ends_a_server_that_still_loads_at_once():
