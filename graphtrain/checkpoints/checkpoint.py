@@ -196,9 +196,13 @@ class Checkpoints:
             if distributed.rank() == 0:
                 shutil.move(source, destination)  # which may be on another disk
         distributed.all_gather_text("")  # until it is moved
+        self.reread()
+        return destination
+
+    def reread(self) -> None:
+        """Look again which checkpoints there are, after others were put there."""
         if self._opened is not None:
             self._opened.reload()
-        return destination
 
     def is_writing(self) -> bool:
         """Return whether a checkpoint was started and is not complete."""

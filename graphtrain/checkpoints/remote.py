@@ -137,7 +137,11 @@ class RemoteCheckpoints:
         return file is not None and file.sha256 == content_digest(path)
 
     def download(
-        self, step: int, run_directory: Path, progress: Callable[[], None] = lambda: None
+        self,
+        step: int,
+        run_directory: Path,
+        progress: Callable[[], None] = lambda: None,
+        move_away: Callable[[Path], None] | None = None,
     ) -> Path:
         """Download and verify a checkpoint into the directory of a run; return its path.
 
@@ -147,6 +151,8 @@ class RemoteCheckpoints:
             step: Step of the checkpoint.
             run_directory: Directory of the run.
             progress: Called after each part, in any thread.
+            move_away: Called with the path of a checkpoint of this step that exists, when the other
+                is there; None: it is refused.
 
         Raises:
             DamagedRemoteCheckpoint: an object is missing, or not as it was uploaded.
@@ -156,7 +162,7 @@ class RemoteCheckpoints:
         manifest = self.manifest(step)
         checkpoints = run_directory / "checkpoints"
         destination, partial_path = checkpoints / str(step), checkpoints / f"{step}.download"
-        if destination.exists():
+        if destination.exists() and move_away is None:
             raise TrainingError(f"{destination} exists already; move it away to download it again")
         with write_errors(run_directory):
             shutil.rmtree(partial_path, ignore_errors=True)
@@ -167,6 +173,8 @@ class RemoteCheckpoints:
                 with tempfile.TemporaryDirectory(dir=partial_path) as temporary:
                     self._download_files(manifest, "run", manifest.run, Path(temporary))
                     install_run_files(Path(temporary), run_directory)
+                if destination.exists() and move_away is not None:
+                    move_away(destination)
                 partial_path.rename(destination)
             finally:
                 shutil.rmtree(partial_path, ignore_errors=True)

@@ -7,9 +7,13 @@ ranks would wait for a rank that has failed.
 from __future__ import annotations
 
 import json
+import secrets
+import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 from graphtrain.cache.key import CacheKey
@@ -78,6 +82,42 @@ def on_rank_zero(action: Callable[[], None], wait: Callable[[], None]) -> None:
                 break
             wait()
     on_all_ranks(lambda: started.result() if started is not None else None)
+
+
+def check_shared_directory(setting: str, directory: Path, wait_seconds: float = 10.0) -> None:
+    """Check that all ranks see the directory of the checkpoints that rank 0 sees.
+
+    Otherwise each would save its shards for itself, and no checkpoint would be complete.
+
+    Args:
+        setting: Setting that names the directory, for the message.
+        directory: The directory, which exists on rank 0.
+        wait_seconds: For a new file to be seen on another host.
+
+    Raises:
+        TrainingError: a rank sees another one.
+    """
+    if distributed.count() == 1:
+        return
+    probe = directory / f".shared-{secrets.token_hex(8)}"
+    if distributed.rank() == 0:
+        with suppress(OSError):  # then no rank sees it
+            probe.touch()
+    name = distributed.all_gather_text(probe.name)[0]
+    deadline = time.monotonic() + wait_seconds
+    while not (is_seen := (directory / name).exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    seen_by = distributed.all_gather_text("seen" if is_seen else "")
+    with suppress(OSError):
+        if distributed.rank() == 0:
+            probe.unlink()
+    if blind := [rank for rank, seen in enumerate(seen_by) if not seen]:
+        raise TrainingError(
+            f"{distributed.names(blind)} does not see the files of {distributed.names([0])} in "
+            f"{directory}; {setting} must be on a file system that all hosts share. Checkpoints on "
+            "disks of the hosts themselves are not supported: leave run.checkpoints.local unset, "
+            "and copy to run.checkpoints.remote"
+        )
 
 
 def check_same_checkpoints(directory: str, steps: list[int]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from graphtrain.checkpoints.info import CheckpointInfo
 from graphtrain.checkpoints.local_tier import link_local_tier
 from graphtrain.config.schema import Run
-from graphtrain.run.agreement import on_all_ranks, on_rank_zero
+from graphtrain.run.agreement import check_shared_directory, on_all_ranks, on_rank_zero
 from graphtrain.run.log import RunLog
 from graphtrain.run.resume import check_identity
 from graphtrain.run.stalls import LOADING, UPLOADING
@@ -60,6 +60,10 @@ def prepare_checkpoints(
     else:
         link = _do_nothing
     on_all_ranks(link)
+    if settings.local is not None:
+        check_shared_directory("run.checkpoints.local", Path(settings.local).absolute())
+    else:
+        check_shared_directory("run.directory", directory)
     if run.checkpoints.remote is None:
         return
     from graphtrain.run.remote_resume import fetch_newest
@@ -72,6 +76,42 @@ def prepare_checkpoints(
 
     action = partial(fetch_newest, directory, settings, check, log.note, fresh=fresh, progress=wait)
     on_rank_zero(action, wait)
+
+
+def fetch_instead(
+    run: Run,
+    identity: Callable[[int], Mapping[str, Any]],
+    allowed_changes: Sequence[str],
+    watchdog: Watchdog,
+) -> Callable[[int, int], int | None]:
+    """Return what downloads a checkpoint in place of a damaged one (`Resumption.fetch`).
+
+    It is called on every rank; rank 0 downloads. Arguments are as of `prepare_checkpoints`.
+    """
+
+    def wait() -> None:
+        watchdog.move(LOADING)
+
+    def check(checkpoint: str, step: int, info: CheckpointInfo) -> None:
+        check_identity(checkpoint, info, identity(step), allowed_changes)
+
+    def fetch(low: int, high: int) -> int | None:
+        if run.checkpoints.remote is None:
+            return None
+        from graphtrain.run.remote_resume import fetch_between
+
+        steps = []
+
+        def download() -> None:
+            place = Path(run.directory), run.checkpoints
+            steps.append(fetch_between(*place, check, low, high, wait))
+
+        on_rank_zero(download, wait)
+        text = str(steps[0] or "") if steps else ""
+        step = distributed.all_gather_text(text)[0]
+        return int(step) if step else None
+
+    return fetch
 
 
 def _do_nothing() -> None:

@@ -77,6 +77,43 @@ def fetch_newest(
         )
 
 
+def fetch_between(
+    directory: Path,
+    settings: CheckpointSettings,
+    check: Callable[[str, int, CheckpointInfo], None],
+    low: int,
+    high: int,
+    progress: Callable[[], None] = lambda: None,
+) -> int | None:
+    """Download the newest sound checkpoint of the object store after a step, in place of a damaged.
+
+    A store that cannot be read is a warning.
+
+    Args:
+        directory: Directory of the run, which the caller has locked.
+        settings: Settings of its checkpoints, with `remote`.
+        check: As of `fetch_newest`.
+        low: Step of the checkpoint from which the run would resume otherwise.
+        high: Step of the damaged checkpoint, which is moved to quarantine if the store has it.
+        progress: Called now and then.
+
+    Returns:
+        The step; None if the store has none.
+
+    Raises:
+        TrainingError: the checkpoint is of another run, or cannot be written.
+    """
+    assert settings.remote is not None
+    try:
+        remote = RemoteCheckpoints(settings.remote, settings.endpoint, create=True)
+        for step in reversed([step for step in remote.steps() if low < step <= high]):
+            if _fetch(remote, step, directory, check, progress):
+                return step
+    except CacheError as error:
+        warnings.warn(f"no copy of step {high} is looked for: {error}", stacklevel=1)
+    return None
+
+
 def _fetch(
     remote: RemoteCheckpoints,
     step: int,
@@ -91,13 +128,17 @@ def _fetch(
         warnings.warn(str(error), stacklevel=1)
         return False
     check(f"{remote.url}, step {step},", step, info)
-    damaged = directory / "checkpoints" / str(step)
-    if damaged.exists():
+
+    def move_away(damaged: Path) -> None:
         with write_errors(directory):
             shutil.move(damaged, destination := quarantine_path(directory, step))
-        warnings.warn(f"{damaged} is damaged: moved it to {destination}", stacklevel=1)
+        warnings.warn(
+            f"{damaged} is damaged: moved it to {destination}, and took the copy in {remote.url}",
+            stacklevel=1,
+        )
+
     try:
-        remote.download(step, directory, progress)
+        remote.download(step, directory, progress, move_away)
     except DamagedRemoteCheckpoint as error:
         warnings.warn(str(error), stacklevel=1)
         return False

@@ -6,6 +6,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,14 +85,18 @@ class Resumption:
         identity: Returns what the run computes now, in the phase of a step.
         allowed: Names whose values may differ from those of the checkpoint.
         fresh: Whether to start at step 0 in any case.
+        fetch: Called on every rank with two steps: downloads the newest checkpoint after the first
+            one and up to the second one, which is damaged; returns its step, or None.
     """
 
     directory: Path
     identity: Callable[[int], Mapping[str, Any]]
     allowed: Sequence[str] = ()
     fresh: bool = False
+    fetch: Callable[[int, int], int | None] = lambda low, high: None
     steps: list[int] = field(init=False)  # candidates, oldest first
     _damaged: list[DamagedCheckpoint] = field(default_factory=list)
+    _fetched: set[int] = field(default_factory=set)  # steps
 
     def __post_init__(self) -> None:
         """Find the newest checkpoint whose metadata is sound, and check that it is of this run.
@@ -119,7 +124,8 @@ class Resumption:
                 restored = checkpoints.restore(self.start, described)
                 break
             except DamagedCheckpoint as damaged:
-                self._skip(damaged)
+                if not self._replace(checkpoints):
+                    self._skip(damaged)
                 on_all_ranks(self._find_newest)
         for damaged in self._damaged:
             destination = checkpoints.quarantine(damaged)
@@ -160,6 +166,28 @@ class Resumption:
                 continue
             check_identity(path, info, self.identity(self.start), self.allowed)
             return
+
+    def _replace(self, checkpoints: Checkpoints) -> bool:
+        """Fetch the newest copy after the last sound checkpoint; return whether it is of this step.
+
+        What was fetched, and is found damaged, is not fetched again.
+        """
+        high = self.start
+        if high in self._fetched or (step := self.fetch(self._sound_before(), high)) is None:
+            return False
+        self._fetched.add(step)
+        checkpoints.reread()
+        self.steps = [one for one in self.steps if one < step]
+        self.steps += [step] if step == high else [step, high]
+        return step == high
+
+    def _sound_before(self) -> int:
+        """Return the last step before this one whose metadata is sound; 0 if there is none."""
+        for step in reversed(self.steps[:-1]):
+            with suppress(DamagedCheckpoint):
+                verify_files(self.directory / "checkpoints" / str(step), only="about/")
+                return step
+        return 0
 
     def _skip(self, damaged: DamagedCheckpoint) -> None:
         """Continue with the checkpoint before a damaged one.

@@ -35,7 +35,12 @@ from graphtrain.planning.parameters import ParameterCount, count_compiled_parame
 from graphtrain.run.agreement import check_same_executables, on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement
 from graphtrain.run.callbacks import Callback, check_callbacks, notify
-from graphtrain.run.checkpoint_places import finish_uploads, open_uploads, prepare_checkpoints
+from graphtrain.run.checkpoint_places import (
+    fetch_instead,
+    finish_uploads,
+    open_uploads,
+    prepare_checkpoints,
+)
 from graphtrain.run.data_check import DataCheck
 from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.earlier_runs import set_aside, set_metrics_aside
@@ -166,7 +171,8 @@ def _train_until_rewound(
         timeline.move(activities.RESTORE)
         prepare_checkpoints(run, identity, allowed_changes, watchdog, log, fresh=fresh)
         timeline.move(activities.PREPARE)
-        resumption = Resumption(directory, identity, allowed_changes, fresh=fresh)
+        fetch = fetch_instead(run, identity, allowed_changes, watchdog)
+        resumption = Resumption(directory, identity, allowed_changes, fresh=fresh, fetch=fetch)
         saved = bool(resumption.steps)
         history = recorded_history(directory, resumption.start)
         evaluation_owed = saved and is_evaluation_owed(run, resumption.start)

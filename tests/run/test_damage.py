@@ -42,6 +42,27 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_gives_the_same_los
         assert place.curve() == place.curve("whole")
 
 
+def test_an_intact_copy_in_the_store_is_taken_in_place_of_a_damaged_checkpoint(place, run):
+    """That of the same step first, then one that is newer than the checkpoint before."""
+    store = ["--set", f"run.checkpoints.remote={place.path / 'store'}"]
+    for step in (12, 16):
+        place.command("checkpoints", "push", "run", "store", "--step", str(step))
+    shutil.copytree(run, place.path / "sound")
+    flip(run / "checkpoints/16/state/_METADATA", 9)
+    out, err = place.command("run", "config.toml", *LONGER, *store)
+    assert "trained 18 steps (resumed from 16)" in out
+    assert "run/checkpoints/16 is damaged: moved it to run/quarantine/16-1, and took the c" in err
+    shutil.rmtree(run)
+    shutil.copytree(place.path / "sound", run)
+    shutil.rmtree(place.path / "store")
+    place.command("checkpoints", "push", "run", "store", "--step", "12")
+    shutil.rmtree(run / "checkpoints/12")
+    flip(run / "checkpoints/16/state/_METADATA", 9)
+    out, err = place.command("run", "config.toml", *LONGER, *store)
+    assert "trained 18 steps (resumed from 12)" in out
+    assert "moved it to run/quarantine/16-1, resuming from step 12" in err
+
+
 def test_without_a_sound_checkpoint_nothing_starts_anew(place, run):
     for step in (8, 12, 16):
         flip(run / "checkpoints" / str(step) / "state" / "_METADATA", 9)

@@ -5,6 +5,7 @@ import pytest
 from graphtrain.checkpoints.local_tier import link_local_tier
 from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.errors import TrainingError
+from graphtrain.run import agreement
 
 
 @pytest.fixture
@@ -38,3 +39,26 @@ def test_checkpoints_elsewhere_are_never_left_behind(run, tmp_path):
     ):
         link_local_tier(run, str(tmp_path / "second"), fresh=True)
     assert saved_steps(run / "checkpoints") == [8]
+
+
+def test_hosts_that_do_not_share_the_disk_are_refused_before_training(tmp_path, monkeypatch):
+    """Two ranks, of which the second one answers as told."""
+    second = {}
+
+    def all_gather_text(text):
+        second.setdefault("said", []).append(text)
+        return [text, "" if second["is_blind"] else text]
+
+    for name, value in {"count": 2, "rank": 0}.items():
+        monkeypatch.setattr(agreement.distributed, name, lambda value=value: value)
+    monkeypatch.setattr(agreement.distributed, "all_gather_text", all_gather_text)
+    monkeypatch.setattr(agreement.distributed, "names", lambda ranks: f"ranks {ranks}")
+    second["is_blind"] = False
+    agreement.check_shared_directory("run.checkpoints.local", tmp_path)
+    second["is_blind"] = True
+    with pytest.raises(TrainingError, match=r"ranks \[1\] does not see.*must be on a file system"):
+        agreement.check_shared_directory("run.checkpoints.local", tmp_path)
+    assert not list(tmp_path.iterdir()) and len(second["said"]) == 4
+    # Where rank 0 cannot write, it sees nothing either.
+    with pytest.raises(TrainingError, match=r"ranks \[0, 1\] does not see"):
+        agreement.check_shared_directory("run.directory", tmp_path / "none", wait_seconds=0)
