@@ -109,6 +109,26 @@ _replace_option = click.option(
 )
 
 
+def _worker_options(command: Callable) -> Callable:
+    """Add the options that say which processes tokenize."""
+    for option in (
+        click.option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Ray cluster whose machines tokenize in place of worker processes: HOST:PORT, "
+            "auto for the one that this machine is in, or local to start one on this machine.",
+        ),
+        click.option(
+            "--workers",
+            type=click.IntRange(min=1),
+            help="Number of worker processes; with --ray, of chunks in flight. [default: by the "
+            "size of the corpus, at most one per core; with --ray, two per CPU of the cluster]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 @command.command()
 @click.argument("output", type=_PATH)
 @click.option(
@@ -194,11 +214,7 @@ def tokenizer(output: Path, kind: str, vocab: int, special: tuple[str, ...], **c
 )
 @click.option("--eod-token", "eod", help="End-of-document token. [default: the tokenizer's own]")
 @_replace_option
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    help="Number of worker processes. [default: by the size of the corpus, at most one per core]",
-)
+@_worker_options
 def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: Any) -> None:
     """Tokenize text files into train, validation and test datasets.
 
@@ -256,11 +272,7 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
     "--eod-token", "eod", help="Token that ends an answer. [default: the tokenizer's own]"
 )
 @_replace_option
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    help="Number of worker processes. [default: by the size of the corpus, at most one per core]",
-)
+@_worker_options
 def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: Any) -> None:
     """Tokenize conversations, or pairs of a chosen and a rejected answer, into datasets.
 

@@ -19,6 +19,7 @@ _PACKAGES = {
     "pyarrow": ("pyarrow", "data"),
     "prometheus_client": ("prometheus-client", "serve"),
     "qwix": ("qwix", "quantized"),
+    "ray": ("Ray", "ray"),
     "securesystemslib": ("securesystemslib", "share"),
     "cryptography": ("cryptography", "share"),
     "simple_slurm": ("simple-slurm", "slurm"),

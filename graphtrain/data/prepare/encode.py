@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
@@ -82,7 +82,11 @@ def encode_chunks(
         return
     pool = ProcessPoolExecutor(workers, worker_context(__name__), _set_encoder, (encoder,))
     try:
-        yield from _ordered_results(pool, iter(chunks), _CHUNKS_PER_WORKER * workers)
+        yield from ordered_results(
+            lambda chunk: pool.submit(_encode, chunk).result,
+            iter(chunks),
+            _CHUNKS_PER_WORKER * workers,
+        )
     except BrokenProcessPool:
         raise DataError(
             f"one of {workers} worker processes was killed, probably because memory ran out; use "
@@ -92,16 +96,24 @@ def encode_chunks(
         pool.shutdown(cancel_futures=True)
 
 
-def _ordered_results(
-    pool: ProcessPoolExecutor, chunks: Iterator[Chunk], max_pending: int
+def ordered_results(
+    submit: Callable[[Chunk], Callable[[], EncodedChunk]],
+    chunks: Iterator[Chunk],
+    max_pending: int,
 ) -> Iterator[EncodedChunk]:
-    """Yield results in the order of the chunks, reading at most `max_pending` chunks in advance."""
-    pending: collections.deque[Future[EncodedChunk]] = collections.deque()
+    """Yield results in the order of the chunks, reading at most `max_pending` chunks in advance.
+
+    Args:
+        submit: Starts to encode a chunk; returns the function that waits for the result.
+        chunks: Chunks to encode.
+        max_pending: Maximum number of chunks in flight.
+    """
+    pending: collections.deque[Callable[[], EncodedChunk]] = collections.deque()
     for chunk in itertools.islice(chunks, max_pending):
-        pending.append(pool.submit(_encode, chunk))
+        pending.append(submit(chunk))
     while pending:
-        encoded = pending.popleft().result()
-        pending.extend(pool.submit(_encode, chunk) for chunk in itertools.islice(chunks, 1))
+        encoded = pending.popleft()()
+        pending.extend(map(submit, itertools.islice(chunks, 1)))
         yield encoded
 
 

@@ -49,6 +49,7 @@ def instruct(
     eod: str | None = None,
     replace: bool = False,
     workers: int | None = None,
+    ray: str | None = None,
     report: ProgressCallback = lambda stage, fraction: None,
     **corpus: Any,
 ) -> InstructResult:
@@ -69,6 +70,7 @@ def instruct(
         eod: Text of the end-of-document token. None: the tokenizer's own.
         replace: Replace a dataset that was made from another request.
         workers: Worker processes. None: chosen by the size of the text and the number of cores.
+        ray: Address of a Ray cluster whose machines tokenize; see `prepare`.
         report: Called with the current stage and its completed fraction.
         corpus: Other fields of `Corpus`.
 
@@ -95,7 +97,7 @@ def instruct(
         )
     identity = format, encoder.conversations.template_digest, train_on
     request = manifest.PrepareRequest.from_corpus(files, tokenizer, bos, False, eod, identity)
-    preparation = Preparation(Path(output), files, encoder, workers, report, replace)
+    preparation = Preparation(Path(output), files, encoder, workers, report, replace, ray)
     result = preparation.run(request, tokenizer)
     return InstructResult(
         **vars(result),

@@ -16,7 +16,7 @@ from graphtrain.data.indexed.description import (
 )
 from graphtrain.data.indexed.verify import damage
 from graphtrain.data.prepare import manifest
-from graphtrain.data.prepare.encode import ChunkEncoder, TextEncoder, encode_chunks
+from graphtrain.data.prepare.encode import ChunkEncoder, EncodedChunk, TextEncoder, encode_chunks
 from graphtrain.data.prepare.output_lock import locked_output
 from graphtrain.data.prepare.progress import (
     PrepareProgress,
@@ -25,13 +25,14 @@ from graphtrain.data.prepare.progress import (
     resume_folder,
     write_progress,
 )
+from graphtrain.data.prepare.ray_workers import encode_on_cluster, require_ray
 from graphtrain.data.prepare.splits import (
     DATASET_FILES,
     SplitWriters,
     partial_files_exist,
     split_names,
 )
-from graphtrain.data.readers.corpus import TRAIN, Corpus, SplitBy
+from graphtrain.data.readers.corpus import TRAIN, Chunk, Corpus, SplitBy
 from graphtrain.data.readers.records import TextDocument
 from graphtrain.data.tokenizers.byte import ByteTokenizer
 from graphtrain.data.tokenizers.characters import CharacterTokenizer, train_characters
@@ -82,6 +83,7 @@ def prepare(
     seed: int = 0,
     replace: bool = False,
     workers: int | None = None,
+    ray: str | None = None,
     report: ProgressCallback = lambda stage, fraction: None,
 ) -> PrepareResult:
     """Make OUTPUT/train, validation and test from text files; equal inputs give equal bytes.
@@ -110,6 +112,9 @@ def prepare(
         replace: Replace a dataset that was made from another request.
         workers: Worker processes; the result does not depend on it. None: chosen by the size of
             the text and the number of cores.
+        ray: Address of a Ray cluster whose machines tokenize in place of worker processes:
+            "HOST:PORT", "auto", or "local" to start one on this machine; `workers` is then the
+            maximum number of chunks in flight. The result does not depend on it.
         report: Called with the current stage and its completed fraction.
 
     Raises:
@@ -128,7 +133,7 @@ def prepare(
     )
     request = manifest.PrepareRequest.from_corpus(corpus, tokenizer, bos, append_eod, eod)
     converter = TextConverter(append_eod, bos)
-    preparation = Preparation(Path(output), corpus, converter, workers, report, replace)
+    preparation = Preparation(Path(output), corpus, converter, workers, report, replace, ray)
     return preparation.run(request, tokenizer)
 
 
@@ -198,6 +203,7 @@ class Preparation:
         workers: int | None,
         report: ProgressCallback,
         replace: bool = False,
+        ray: str | None = None,
     ) -> None:
         self.directory = directory
         self._replace = replace
@@ -205,6 +211,9 @@ class Preparation:
         self._making = making
         self._left_out = 0
         self._workers = workers
+        self._ray = ray
+        if ray is not None:
+            require_ray()  # before a tokenizer is trained, which takes time
         self._report = report
         self._fraction = 0.0  # of the corpus that has been tokenized
         self._nbytes = 0  # written so far
@@ -318,17 +327,25 @@ class Preparation:
         progress: PrepareProgress,
     ) -> int:
         """Write the documents after the recorded progress; return the total number of records."""
-        workers = self._workers or _default_workers(self._corpus, tokenizer)
         total = max(self._corpus.nbytes, 1)
         chunks = self._corpus.chunks(progress.position)
         records = progress.position.documents
-        for encoded in encode_chunks(chunks, encoder, workers):
+        for encoded in self._encode(chunks, encoder, tokenizer):
             self._fraction = min(encoded.chunk.bytes_read / total, 1.0)
             splits.write(encoded)
             records = encoded.chunk.next_position.documents
             self._nbytes = splits.nbytes
             self._report("tokenizing", self._fraction)
         return records
+
+    def _encode(
+        self, chunks: Iterator[Chunk], encoder: ChunkEncoder, tokenizer: Tokenizer
+    ) -> Iterator[EncodedChunk]:
+        """Yield encoded chunks in order, encoded on this machine or on a cluster."""
+        if self._ray is not None:
+            return encode_on_cluster(chunks, encoder, self._ray, self._workers)
+        workers = self._workers or _default_workers(self._corpus, tokenizer)
+        return encode_chunks(chunks, encoder, workers)
 
 
 def training_texts(corpus: Corpus, report: ProgressCallback) -> Iterator[str]:
