@@ -134,7 +134,6 @@ def _encoder_of(reference: Any, environment: str) -> ChunkEncoder:
         DataError: this machine would encode with other code.
     """
     import ray
-    import ray.exceptions
 
     if (found := _environment()) != environment:
         raise DataError(
