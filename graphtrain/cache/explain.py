@@ -93,7 +93,7 @@ def explain(
     Args:
         layout: paths of the cache.
         authenticator: decides which entries this user may load.
-        asked: requests by graph name.
+        asked: requests by label: the name of the graph, after its phase or number of hosts.
 
     Raises:
         CacheError: the cache cannot be read.
@@ -159,13 +159,18 @@ def _resolve(
 
 
 def _distances(layout: StorePaths, requests: Mapping[str, CacheKey]) -> dict[str, list[_Distance]]:
-    """Return the distances to all stored requests of each graph, fewest differences first."""
-    distances: dict[str, list[_Distance]] = {graph: [] for graph in requests}
-    count = {graph: _difference_counter(request.to_json()) for graph, request in requests.items()}
+    """Return the distances to all stored requests of the same graph, fewest differences first."""
+    distances: dict[str, list[_Distance]] = {label: [] for label in requests}
+    count = {label: _difference_counter(request.to_json()) for label, request in requests.items()}
+    labels: dict[str, list[str]] = {}  # by graph: of each phase and each number of hosts
+    for label, request in requests.items():
+        for graph in {label, str(request.part("graph") or label)}:
+            labels.setdefault(graph, []).append(label)
     for stored in read_summaries(layout):
-        if stored.graph in distances and stored.digest != requests[stored.graph].digest:
-            differences = count[stored.graph](stored.parts)
-            distances[stored.graph].append(_Distance(differences, stored.created, stored.digest))
+        for label in labels.get(stored.graph, ()):
+            if stored.digest != requests[label].digest:
+                differences = count[label](stored.parts)
+                distances[label].append(_Distance(differences, stored.created, stored.digest))
     for graph_distances in distances.values():
         graph_distances.sort(key=attrgetter("created"), reverse=True)
         graph_distances.sort(

@@ -355,7 +355,7 @@ class Cache:
         return pins.pinned(self._layout)
 
     def explain_all(self, asked: Mapping[str, CacheKey]) -> dict[str, explain.Explanation]:
-        """Explain several requests, by graph name, with one pass over the cache."""
+        """Explain several requests, by label, with one pass over the cache."""
         return explain.explain(self._layout, self._authenticator, asked)
 
     def explain(self, request: CacheKey, *, graph: str = "") -> explain.Explanation:

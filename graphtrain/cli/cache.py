@@ -154,18 +154,20 @@ def explain(
 
 
 def _requests(config: Path, target: str | None, overrides: Sequence[str]) -> dict[str, CacheKey]:
-    """Return the request keys of a configuration or of extracted graphs, by graph name."""
+    """Return the request keys of a configuration, as of compile, or of extracted graphs."""
     if config.is_dir():
         from graphtrain.compile import extracted_graphs
         from graphtrain.torch_xla import graphs
 
         extracted = extracted_graphs.extracted_graphs(graphs.read_extraction(config), target)
         return {one.name: extracted_graphs.request_key(one) for one in extracted.values()}
-    from graphtrain.compile.tasks import training_requests
+    from graphtrain.api.checks.fallback import fallback_programs
+    from graphtrain.compile.tasks import run_requests
     from graphtrain.config import load_config
     from graphtrain.config.resolve import resolve
 
-    return training_requests(resolve(load_config(config, overrides, target=target).program))
+    loaded = load_config(config, overrides, target=target)
+    return run_requests(resolve(loaded.program), loaded.run, fallback_programs(loaded))
 
 
 @command.command("gc")

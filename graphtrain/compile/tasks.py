@@ -129,9 +129,12 @@ def run_tasks(
     return tasks
 
 
-def training_requests(program: ResolvedProgram) -> dict[str, CacheKey]:
-    """Return the request keys of the graphs of all phases of a run, by label."""
-    return {task.label: task.request for task in _of_phases("", program, [])}
+def run_requests(
+    program: ResolvedProgram, run: Run, smaller: Mapping[str, ResolvedProgram]
+) -> dict[str, CacheKey]:
+    """Return the request keys of all graphs of one run, by label; arguments as of `run_tasks`."""
+    tasks = run_tasks({"": program}, {"": run}, {"": smaller})
+    return {task.label: task.request for task in tasks}
 
 
 def _of_phases(

@@ -192,13 +192,15 @@ def explained(invoke, monkeypatch, tmp_path):
     importlib.import_module("graphtrain.config.load")  # its package is replaced below
 
     def run(key, *arguments):
-        program = SimpleNamespace(program=key)
+        program = SimpleNamespace(program=key, run=None)
         loader = SimpleNamespace(load_config=lambda path, overrides, target: program)
-        tasks = SimpleNamespace(training_requests=lambda program: {"train": program})
+        tasks = SimpleNamespace(run_requests=lambda program, *_: {"train": program})
+        fallback = SimpleNamespace(fallback_programs=lambda config: {})
         resolver = SimpleNamespace(resolve=lambda program: program)
         monkeypatch.setitem(sys.modules, "graphtrain.config", loader)
         monkeypatch.setitem(sys.modules, "graphtrain.config.resolve", resolver)
         monkeypatch.setitem(sys.modules, "graphtrain.compile.tasks", tasks)
+        monkeypatch.setitem(sys.modules, "graphtrain.api.checks.fallback", fallback)
         (tmp_path / "config.toml").touch()
         return invoke("explain", tmp_path / "config.toml", *arguments)
 

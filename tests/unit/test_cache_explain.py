@@ -143,3 +143,11 @@ def test_a_damaged_request_is_explained_as_it_is_looked_up(cache):
     explanation = cache.explain(request())
     assert not explanation.hit
     assert "stored request cannot be used: the request's contents" in explanation.reason
+
+
+def test_a_graph_on_fewer_hosts_is_compared_with_all_stored_ones_of_its_name(cache):
+    other = request(mesh={"data": 2, "fsdp": 2})
+    found = cache.explain_all({"train": request(), "on 2 hosts train": other})
+    assert found["train"].hit and not found["on 2 hosts train"].hit
+    assert "contains no on 2 hosts train graph with" in found["on 2 hosts train"].reason
+    assert found["on 2 hosts train"].lines == ("mesh data: 4 → 2",)

@@ -4,11 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from graphtrain.api.checks.fallback import check_hosts, fallback, fallbacks, on_hosts
+from graphtrain.api.checks.fallback import (
+    check_hosts,
+    fallback,
+    fallback_programs,
+    fallbacks,
+    on_hosts,
+)
 from graphtrain.api.checks.purpose import PLAN
 from graphtrain.api.checks.report import problems
 from graphtrain.compile.request_keys import request_keys
-from graphtrain.compile.tasks import run_tasks
+from graphtrain.compile.tasks import run_requests, run_tasks
 from graphtrain.config import load_config
 from graphtrain.config.identity import mathematics
 from graphtrain.config.resolve import resolve
@@ -109,6 +115,16 @@ def test_a_run_computes_the_same_and_has_other_programs():
     assert len({one.request.digest for one in tasks}) == 9
     assert on_hosts(full, 3) == fallback(full, 3).program
     assert on_hosts(full, 4) == on_hosts(full, 1) == resolve(full.program)
+
+
+def test_an_explanation_is_of_all_graphs_that_compile_makes():
+    loaded = config("run.verify_every=5")
+    programs = fallback_programs(loaded)
+    asked = run_requests(resolve(loaded.program), loaded.run, programs)
+    compiled = run_tasks({"a": resolve(loaded.program)}, {"a": loaded.run}, {"a": programs})
+    assert list(asked) == [task.label for task in compiled]
+    assert {"train", "3 hosts train", "2 hosts train"} < set(asked)
+    assert len(asked) == 3 * len([label for label in asked if "hosts" not in label]) > 9
 
 
 def test_padding_makes_no_other_program_of_as_many_sequences():
