@@ -138,9 +138,9 @@ class SourceMasks:
         """Return the loss mask of the first `size` tokens of a document: (size,) bool."""
         return self._dataset.mask(document)[:size]
 
-    def first(self) -> np.ndarray:
-        """Return the first token in the loss mask of each document, or else its size."""
-        masks = (self._dataset.mask(index) for index in range(len(self._dataset)))
+    def first(self, documents: np.ndarray) -> np.ndarray:
+        """Return the first token in the loss mask of each of some documents, or else its size."""
+        masks = (self._dataset.mask(int(index)) for index in documents)
         return np.array([mask.argmax() if mask.any() else len(mask) for mask in masks])
 
 

@@ -58,9 +58,9 @@ class LossSpans:
         np.add.at(changes, np.minimum(self.spans(document), size), [1, -1])
         return np.cumsum(changes[:-1]) > 0
 
-    def first(self) -> np.ndarray:
-        """Return the begin of the first span of each document: (documents,)."""
-        return self._spans.tokens[self._spans.document_offsets[:-1]]
+    def first(self, documents: np.ndarray) -> np.ndarray:
+        """Return the begin of the first span of each of some documents: (documents,)."""
+        return self._spans.tokens[self._spans.document_offsets[documents]]
 
     def count(self) -> int:
         """Return the total number of tokens in the loss mask."""
