@@ -125,7 +125,7 @@ class DocumentPacking:
         is_overlong = sizes > self.length + 1
         is_usable = sizes > 1
         if overlong == "truncate" and self._learned:
-            # Otherwise no target remains after the cut. The masks of shorter documents are not read.
+            # Otherwise no target remains after the cut. Masks of shorter documents are not read.
             may_be_cut = np.flatnonzero(sizes > self.length)
             is_usable[may_be_cut] &= self._learned.first(may_be_cut) <= self.length
         elif overlong == "drop":
