@@ -103,9 +103,6 @@ NAMES_OF = {
     "program.model.dropout": (
         "hidden_dropout attention_dropout resid_pdrop embd_pdrop attn_pdrop dropout_rate"
     ),
-    "program.model.dtype": (
-        "torch_dtype compute_dtype mixed_precision bf16 fp16 precision mixed_precision_param"
-    ),
     "program.model.remat": (
         "remat_policy gradient_checkpointing activation_checkpointing activation_checkpoint "
         "recompute recompute_granularity selective_ac_option activations_checkpoint_granularity "
@@ -132,8 +129,10 @@ NAMES_OF = {
         "documents reset_attention_mask document_mask eod_mask_loss reset_position_ids"
     ),
     "program.precision": "grad_scaler gradscaler",
-    "program.precision.matmul_dtype": (
-        "quantization quantize_dtype fp8 float8 enable_fp8_linear fp8_format quant_type"
+    "program.precision.compute": (
+        "dtype torch_dtype compute_dtype mixed_precision bf16 fp16 precision mixed_precision_param "
+        "matmul_dtype quantization quantize_dtype fp8 float8 enable_fp8_linear fp8_format "
+        "quant_type"
     ),
     "program.precision.recipe": "fp8_recipe float8_recipe recipe_name",
     "program.precision.exclude": "filter_fqns",

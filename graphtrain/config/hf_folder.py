@@ -37,7 +37,8 @@ def hf_folder_config(path: Path) -> str | None:
     digest = hashlib.sha256(folder.encode()).hexdigest()[:8]
     document: dict[str, Any] = {
         "program": {
-            "model": {"hf": folder, "dtype": "float32" if dtype == "float32" else "bfloat16"},
+            "model": {"hf": folder},
+            "precision": {"compute": "float32" if dtype == "float32" else "bfloat16"},
             "batch": {"global_batch_size": 8, "seq_len": length},
         },
         "run": {

@@ -84,6 +84,9 @@ EXECUTION = frozenset(
 
 STEPS = "run.steps"  # recorded to say what a change of it does; never refused
 
+# What older checkpoints call the setting of a newer name.
+RENAMED = {"program.model.dtype": "program.precision.compute"}
+
 # Settings that older checkpoints do not name, with the value that they had then.
 ADDED = {"program.optimizer.kind": "adamw"}
 
@@ -111,6 +114,8 @@ def mathematics(config: Config, step: int = 0) -> dict[str, Any]:
     _collect(("program",), settings_of_step(config.program, step), values)
     _collect(("run",), config.run, values)
     del values["run.data.train"]
+    del values["program.model.dtype"]
+    values["program.precision.compute"] = config.program.compute
     if phases := schedule(config.program):
         values["program.phase"] = phases
     model = config.program.model
@@ -169,7 +174,8 @@ def identity_changes(
     saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
     """Return the `differences` of what two checkpoints, or a checkpoint and a run, compute."""
-    changed = differences({**ADDED, **saved}, {**ADDED, **current})
+    named = {RENAMED.get(name, name): value for name, value in saved.items()}
+    changed = differences({**ADDED, **named}, {**ADDED, **current})
     changed.pop(STEPS, None)
     return changed
 

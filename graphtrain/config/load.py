@@ -33,6 +33,7 @@ from sharding_rules.errors import UserError
 if TYPE_CHECKING:
     from graphtrain.config.problems import ConfigSource
 
+_OLDER_DTYPE, _COMPUTE = ("program", "model", "dtype"), ("program", "precision", "compute")
 _MAX_PROBLEMS = 50  # of one configuration that are reported
 # What a directory contains that is of a run, or of converted weights, and not only of a project.
 _OF_RUN_OR_WEIGHTS = ("checkpoints", "metrics.jsonl", "model.toml")
@@ -66,7 +67,10 @@ def load_config(source: Source, overrides: Sequence[str] = (), target: str | Non
     blocked = [change for change in changes if not change.apply(document)]
     if not has_mesh and not any(change.path == ("program", "mesh") for change in changes):
         _keep_default_mesh(document)
+    has_compute = _take_compute_dtype(read.name, document, changes)
     apply_preset(document)
+    if has_compute:  # a preset is a model, whatever dtype it was written with
+        _table(_table(document, "program"), "model").pop("dtype", None)
     apply_data_directory(document)
     vocab_from_data = _take_vocab_from_data(document)
     foreign = set(_foreign((), document))
@@ -224,6 +228,31 @@ def _keep_default_mesh(document: dict[str, Any]) -> None:
     mesh = _table(document, "program").get("mesh")
     if isinstance(mesh, dict) and "data" not in mesh and "rest" not in mesh.values():
         mesh["data"] = "rest"
+
+
+def _take_compute_dtype(name: str, document: dict[str, Any], changes: Sequence[Override]) -> bool:
+    """Return whether program.precision.compute is set; refuse another dtype by its older name.
+
+    What a flag sets counts, whichever of the names the file has.
+
+    Raises:
+        ConfigError: both names are set, and their values differ.
+    """
+    program = _table(document, "program")
+    model, precision = _table(program, "model"), _table(program, "precision")
+    if "dtype" not in model or "compute" not in precision:
+        return "compute" in precision
+    flags = [change.path for change in changes]
+    if _OLDER_DTYPE in flags and _COMPUTE not in flags:
+        del precision["compute"]
+        return False
+    dtype, compute = model.pop("dtype"), precision["compute"]
+    if _COMPUTE not in flags and dtype != ("bfloat16" if compute in ("fp8", "int8") else compute):
+        raise ConfigError(
+            f"{name}: program.model.dtype = {json.dumps(dtype)} is the older name of "
+            f"program.precision.compute, which is {json.dumps(compute)}; remove program.model.dtype"
+        )
+    return True
 
 
 def _table(document: dict[str, Any], name: str) -> dict[str, Any]:

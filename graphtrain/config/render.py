@@ -3,11 +3,20 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from graphtrain.config.lines import KeyPath
-from graphtrain.config.schema import Config, Model
+from graphtrain.config.schema import (
+    Config,
+    FlaxModel,
+    Model,
+    Precision,
+    Program,
+    TorchModel,
+)
+
+_MODELS = (Model, TorchModel, FlaxModel)
 
 
 def render(config: Config, *, with_choices: bool = False) -> str:
@@ -33,16 +42,15 @@ def _table(path: KeyPath, table: Any, with_choices: bool) -> Iterator[str]:
         summary = (type(table).__doc__ or "").partition("\n")[0]
         yield from ["", f"[{dotted(path)}]" + (f"  # {summary}" if summary else "")]
     inner: dict[str, Any] = {}
-    for field in fields(table):
-        value = getattr(table, field.name)
+    for name, value in _settings(table):
         if is_dataclass(value):
-            inner[field.name] = value
-        elif value is not None:
+            inner[name] = value
+        else:
             if with_choices:
-                meaning = description((*path, field.name))
+                meaning = description((*path, name))
             else:
-                meaning = meanings().get((type(table).__name__, field.name))
-            yield f"{field.name} = {toml(value)}" + (f"  # {meaning}" if meaning else "")
+                meaning = meanings().get((type(table).__name__, name))
+            yield f"{name} = {toml(value)}" + (f"  # {meaning}" if meaning else "")
     for name, value in inner.items():
         yield from _table((*path, name), value, with_choices)
 
@@ -56,9 +64,22 @@ def _as_tables(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_tables(entry) for entry in value]
     if is_dataclass(value):
-        pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
-        return {name: _as_tables(inner) for name, inner in pairs if inner is not None}
+        return {name: _as_tables(inner) for name, inner in _settings(value)}
     return value
+
+
+def _settings(table: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a table that are set, by name.
+
+    The dtype of computation, which all code reads from the model, is precision.compute.
+    """
+    for field in fields(table):
+        value = getattr(table, field.name)
+        if isinstance(table, Program) and isinstance(value, Precision):
+            value = replace(value, compute=table.compute)
+        is_older_name = isinstance(table, _MODELS) and field.name == "dtype"
+        if value is not None and not is_older_name:
+            yield field.name, value
 
 
 def toml_document(document: Mapping[str, Any]) -> str:

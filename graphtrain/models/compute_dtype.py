@@ -14,6 +14,6 @@ def check_compute_dtype(program: ResolvedProgram) -> None:
     """
     if program.model.dtype == "float16" and program.target.platform == "tpu":
         raise LoweringError(
-            f'program.model.dtype = "float16": {program.target} does not multiply in float16, and '
-            'its kernels refuse it; set it to "bfloat16", which needs no loss scale'
+            f'program.precision.compute = "float16": {program.target} does not multiply in '
+            'float16, and its kernels refuse it; set it to "bfloat16", which needs no loss scale'
         )

@@ -139,7 +139,7 @@ def _product(
         dtype: Dtype of the result.
         gradient: The operand that is a gradient, if one is.
     """
-    with optional_import("program.precision.matmul_dtype"):
+    with optional_import(f'program.precision.compute = "{precision.compute}"'):
         import qwix
 
     of_values, of_gradients = _DTYPES[precision.matmul_dtype or ""]

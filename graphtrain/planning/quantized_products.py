@@ -30,7 +30,7 @@ def with_products(assessment: Assessment, products: Mapping[str, int]) -> Assess
             f"{sum(wide.values())} of {sum(products.values())} products fell back to wider "
             f"operands: {', '.join(names[:_SHOWN])}{more}. The compiler for {assessment.target} "
             "has no such product, and quantization then costs time and precision: remove "
-            "program.precision.matmul_dtype, or name the products in program.precision.exclude.",
+            "program.precision.compute, or name the products in program.precision.exclude.",
         )
     return replace(assessment, products=dict(products), findings=findings)
 

@@ -353,7 +353,7 @@ def _patch_torch(environment: TraceEnvironment) -> Iterator[None]:
         if getattr(self, "_enabled", False):
             raise StrictFrontEndRequired(
                 f"torch.autocast at {current_user_line()} is ignored by a trace",
-                "remove it and set program.model.dtype",
+                "remove it and set program.precision.compute",
             )
         return original_enter(self)
 

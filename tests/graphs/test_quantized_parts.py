@@ -26,8 +26,8 @@ from lowering.trees import flatten
 MODEL = Model(layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocab=64, remat="none")
 EXPERTS = dataclasses.replace(MODEL, moe=MixtureOfExperts(experts=4, capacity_factor=2.0))
 SMALL = Batch(global_batch_size=4, seq_len=16)
-ALL = Precision(matmul_dtype="fp8", exclude=())
-NAMED = Precision(matmul_dtype="fp8", exclude=("up", "router"))
+ALL = Precision(compute="fp8", exclude=())
+NAMED = Precision(compute="fp8", exclude=("up", "router"))
 DTYPES = {"fp8": (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2), "int8": (np.int8, np.int8)}
 
 
@@ -46,15 +46,15 @@ def quantized(array: np.ndarray, dtype: Any, axis: int) -> np.ndarray:
     return np.moveaxis((values.astype(np.float64) * scale).reshape(moved.shape), -1, axis)
 
 
-@pytest.mark.parametrize("matmul_dtype", DTYPES)
-def test_a_block_is_128_summed_values_of_a_row_or_column_forward_and_backward(matmul_dtype: Any):
-    values, gradients = DTYPES[matmul_dtype]
-    precision = Precision(matmul_dtype=matmul_dtype, recipe="block")
+@pytest.mark.parametrize("compute", DTYPES)
+def test_a_block_is_128_summed_values_of_a_row_or_column_forward_and_backward(compute: Any):
+    values, gradients = DTYPES[compute]
+    precision = Precision(compute=compute, recipe="block")
     random = np.random.default_rng(0)
     # Blocks of very different sizes: one scale for a row would round the smaller ones to zero.
     sizes = np.repeat([1.0, 1e-3], 128)
     x, weights, gradient = (random.normal(size=(256, 256)) * sizes for _ in range(3))
-    if matmul_dtype == "int8":  # the code of the smallest number is -127 or -128, by one rounding
+    if compute == "int8":  # the code of the smallest number is -127 or -128, by one rounding
         x, weights, gradient = np.abs(x), np.abs(weights), np.abs(gradient)
     x, weights, gradient = (array.astype(np.float32) for array in (x, weights, gradient))
     out, backward = jax.vjp(
@@ -88,7 +88,7 @@ def products(of: Program) -> int:
     ids=["layers", "head", "chunks of the head", "attention", "experts", "names", "LoRA"],
 )
 def test_what_exclude_does_not_name_is_in_8_bits_forward_and_backward(settings, count):
-    fp8 = Precision(matmul_dtype="fp8")
+    fp8 = Precision(compute="fp8")
     of = program(**{"model": MODEL, "batch": SMALL, "precision": fp8} | settings)
     # A frozen weight has no gradient, so LoRA leaves two products; that of x is not needed where
     # x does not depend on a trained weight: query, key and value of the first layer are in a loop.
@@ -117,7 +117,7 @@ def test_gradients_of_all_parts_point_where_those_of_float32_do(settings):
     exclude = settings.pop("exclude")
     of = program(**settings)
     of = dataclasses.replace(of, model=dataclasses.replace(of.model, layers=1, dtype="float32"))
-    fp8 = Precision(matmul_dtype="fp8", exclude=exclude)
+    fp8 = Precision(compute="fp8", exclude=exclude)
     reference, found = gradients(of), gradients(dataclasses.replace(of, precision=fp8))
     assert not np.array_equal(reference, found)
     cosine = reference @ found / np.linalg.norm(reference) / np.linalg.norm(found)

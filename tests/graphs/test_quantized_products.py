@@ -19,7 +19,7 @@ from lowering.hlo.collectives import read
 from lowering.trees import flatten
 
 MODEL = Model(layers=3, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocab=64, remat="none")
-FP8, INT8 = Precision(matmul_dtype="fp8"), Precision(matmul_dtype="int8")
+FP8, INT8 = Precision(compute="fp8"), Precision(compute="int8")
 SMALL = Batch(global_batch_size=4, seq_len=16)
 
 
@@ -91,7 +91,7 @@ def test_products_that_fell_back_are_named():
 def test_an_excluded_product_stays_in_the_dtype_of_the_model():
     names: tuple[Any, ...] = ("head", "query", "key", "value", "output", "gate", "up")
     for exclude, dots in ((names, 3), ((*names, "down"), 0)):
-        precision = Precision(matmul_dtype="fp8", exclude=exclude)
+        precision = Precision(compute="fp8", exclude=exclude)
         text = lower(program(model=MODEL, batch=SMALL, precision=precision), "gradients").text
         found = [line for line in text.splitlines() if "dot_general" in line and "f8E" in line]
         assert len(found) == dots

@@ -36,7 +36,7 @@ def test_a_scale_that_float32_cannot_hold_is_refused(name, value):
 
 
 def test_a_loss_scale_of_another_dtype_or_settings_of_a_constant_one_are_refused():
-    words = r'precision\.growth_interval is for model\.dtype = "float16"'
+    words = r'precision\.growth_interval is for compute = "float16"'
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(
             program(precision=Precision(growth_interval=5)),

@@ -11,7 +11,7 @@ from lowering.hlo.collectives import read
 from sharding_rules.mesh import MeshShape
 
 MODEL = Model(layers=1, embed=8, heads=2, mlp=16, vocab=32)
-FP8 = Precision(matmul_dtype="fp8")
+FP8 = Precision(compute="fp8")
 
 
 def program(**settings):
@@ -20,18 +20,20 @@ def program(**settings):
 
 def test_fp8_has_a_scale_for_a_tensor_and_int8_one_for_a_channel_unless_a_recipe_is_set():
     assert FP8.recipe_or_default == "tensor"
-    assert Precision(matmul_dtype="int8").recipe_or_default == "channel"
-    assert Precision(matmul_dtype="fp8", recipe="channel").recipe_or_default == "channel"
+    assert Precision(compute="int8").recipe_or_default == "channel"
+    assert Precision(compute="fp8", recipe="channel").recipe_or_default == "channel"
     assert Precision().recipe_or_default is None
 
 
 def test_settings_that_need_or_exclude_quantized_products_are_refused():
-    with pytest.raises(ValueError, match='recipe needs matmul_dtype; set it to "fp8" or "int8"'):
+    with pytest.raises(ValueError, match='recipe needs compute = "fp8" or "int8"; set it'):
         Precision(recipe="tensor")
     with pytest.raises(ValueError, match="exclude"):
-        Precision(**{"matmul_dtype": "fp8", "exclude": ("norm",)})  # has no product
+        Precision(**{"compute": "fp8", "exclude": ("norm",)})  # has no product
     per_step = Batch(global_batch_size=2, seq_len=8, gradient_reduction="per_step")
-    words = re.escape('precision.matmul_dtype cannot be used with batch.gradient_reduction = "per_')
+    words = re.escape(
+        'precision.compute = "fp8" cannot be used with batch.gradient_reduction = "per_'
+    )
     with pytest.raises(ValueError, match=words):
         program(precision=FP8, batch=per_step)
 

@@ -47,7 +47,7 @@ def test_every_setting_that_changes_code_changes_the_keys(change):
 
 
 def test_the_library_of_quantized_products_is_in_the_keys_of_programs_that_call_it(monkeypatch):
-    quantized = {"precision": Precision(matmul_dtype="int8")}
+    quantized = {"precision": Precision(compute="int8")}
     with_library, without = digests(**quantized), digests()
     monkeypatch.setattr(metadata, "version", other_version(of="qwix"))
     assert not digests(**quantized) & with_library

@@ -32,8 +32,8 @@ def model_problems(program: Program) -> Iterator[Problem]:
 def precision_problems(program: Program) -> Iterator[Problem]:
     """Yield that the package for products in fp8 and int8 is not installed."""
     if program.precision.matmul_dtype is not None and not is_installed("qwix"):
-        error = missing_extra("qwix", "program.precision.matmul_dtype")
-        yield Problem("machine", str(error), (("program", "precision", "matmul_dtype"),))
+        error = missing_extra("qwix", f'program.precision.compute = "{program.precision.compute}"')
+        yield Problem("machine", str(error), (("program", "precision", "compute"),))
 
 
 def compiler_problems(program: Program) -> Iterator[Problem]:

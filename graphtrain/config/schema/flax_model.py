@@ -18,7 +18,7 @@ class FlaxModel:
     flax: str  # "file.py:name", called with vocab, dtype, rngs and arguments; returns an nnx.Module
     arguments: dict[str, Plain] = _EMPTY  # arguments of flax
     vocab: Positive  # number of token ids
-    dtype: ComputeDtype = "bfloat16"  # of computation; weights are float32
+    dtype: ComputeDtype = "bfloat16"  # older name of program.precision.compute
 
     def __hash__(self) -> int:
         return hash(repr(self))  # dictionaries are not hashable

@@ -145,7 +145,7 @@ class Model:
     moe: MixtureOfExperts | None = None  # mixture of experts; unset: a dense model
     dropout: DropoutRate = 0.0  # after embedding, attention and MLP
     init_std: PositiveFloat = 0.02  # of initial weights; of a block's outputs: / sqrt(2 layers)
-    dtype: ComputeDtype = "bfloat16"  # of computation; weights are float32
+    dtype: ComputeDtype = "bfloat16"  # older name of program.precision.compute
     remat: Remat = "dots"  # activation checkpointing: what to recompute; docs/guides/sharding.md
     attention: AttentionImplementation = "auto"  # flash never stores scores; docs/guides/targets.md
     unroll: Positive = 1  # layers in an iteration of the loop over layers; docs/BENCHMARKS.md

@@ -1,4 +1,4 @@
-"""[program.precision]: the loss scale of float16, and products in fp8 or int8."""
+"""[program.precision]: the dtype of computation, fp8 and int8, the loss scale of float16."""
 
 from typing import Annotated, Literal
 
@@ -21,27 +21,29 @@ Quantizable = Literal[
 ]  # fmt: skip
 _EXCLUDED: tuple[Quantizable, ...] = ("head", "experts", "router", "embedding")
 Recipe = Literal["tensor", "channel", "block"]
+Compute = Literal["bfloat16", "float16", "float32", "fp8", "int8"]
 _RECIPES: dict[str, Recipe] = {"fp8": "tensor", "int8": "channel"}
 _OF_DYNAMIC = ("initial_scale", "growth_interval", "growth_factor", "backoff_factor")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Precision:
-    """Loss scale of float16, and products in fp8 or int8; docs/guides/precision.md.
+    """Dtype of computation, and the loss scale of float16; docs/guides/precision.md.
 
-    All settings are unset by default, so that checkpoints of others do not name them. The dtype of
-    all other computation is program.model.dtype.
+    Program moves bfloat16, float16 and float32 to the dtype of its model, from which all code reads
+    it; files and messages name `compute` alone.
 
     Source: Micikevicius et al. 2017, section 3.2, https://arxiv.org/abs/1710.03740; the settings
     and their defaults are those of torch.amp.GradScaler.
     """
 
-    matmul_dtype: Literal["fp8", "int8"] | None = None  # of layers' products; unset: model.dtype
+    # fp8, int8: of products with weights; the rest is computed in bfloat16.
+    compute: Compute | None = None  # dtype; weights are float32; unset: "bfloat16"
     # tensor: one scale for an operand. channel: one for each row and column. block: one for 128
     # summed values of each row and column. Unset: tensor for fp8, channel for int8.
     recipe: Recipe | None = None  # fp8, int8: what shares a scale
     # Unset: head, experts, router, embedding; a list replaces them all.
-    exclude: tuple[Quantizable, ...] | None = None  # products that stay in model.dtype
+    exclude: tuple[Quantizable, ...] | None = None  # fp8, int8: products in bfloat16
     # dynamic: grows until a gradient overflows, and that step is skipped. A number: constant.
     loss_scale: Literal["dynamic"] | _Scale | None = None  # float16; unset: "dynamic"
     initial_scale: _Scale | None = None  # dynamic: scale of the first step; unset: 65536
@@ -59,7 +61,12 @@ class Precision:
 
         if self.matmul_dtype is None and (self.recipe or self.exclude is not None):
             name = "recipe" if self.recipe else "exclude"
-            raise ValueError(f'{name} needs matmul_dtype; set it to "fp8" or "int8", or remove it')
+            raise ValueError(f'{name} needs compute = "fp8" or "int8"; set it, or remove {name}')
+
+    @property
+    def matmul_dtype(self) -> Literal["fp8", "int8"] | None:
+        """Return the dtype of 8 bits in which products with weights are computed; None: in none."""
+        return self.compute if self.compute in ("fp8", "int8") else None
 
     @property
     def recipe_or_default(self) -> Recipe | None:
@@ -80,7 +87,7 @@ class Precision:
         names = [name for name in ("loss_scale", *_OF_DYNAMIC) if getattr(self, name) is not None]
         if names and dtype != "float16":
             raise ValueError(
-                f'precision.{names[0]} is for model.dtype = "float16", and it is "{dtype}", whose '
+                f'precision.{names[0]} is for compute = "float16", and it is "{dtype}", whose '
                 "gradients do not overflow; remove it"
             )
 

@@ -72,6 +72,7 @@ class Program:
     phase: tuple[Phase, ...] | None = None  # earlier parts of a run; docs/guides/phases.md
 
     def __post_init__(self) -> None:
+        self._move_compute_dtype()
         self.precision.check_dtype(self.model.dtype)
         if self.precision.matmul_dtype is not None:
             _check_quantized_products(self)
@@ -84,6 +85,18 @@ class Program:
         if self.mesh.stage != "rest" and self.mesh.stage > 1:
             check_pipeline(self, self.mesh.stage)
         self._check_phases()
+
+    def _move_compute_dtype(self) -> None:
+        """Let the dtype of the model be precision.compute, unless that is one of 8 bits."""
+        compute = self.precision.compute
+        if compute in ("bfloat16", "float16", "float32"):
+            object.__setattr__(self, "model", replace(self.model, dtype=compute))
+            object.__setattr__(self, "precision", replace(self.precision, compute=None))
+
+    @property
+    def compute(self) -> str:
+        """Value of precision.compute, wherever it was set."""
+        return self.precision.compute or self.model.dtype
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -171,7 +184,8 @@ def _check_quantized_products(program: Program) -> None:
     }
     if names := [name for name, is_set in refused.items() if is_set]:
         raise ValueError(
-            f"precision.matmul_dtype cannot be used with {' and '.join(names)}; remove one of them"
+            f'precision.compute = "{program.precision.compute}" cannot be used with '
+            f'{" and ".join(names)}; remove it, or set compute to "bfloat16"'
         )
     excluded, mixture = program.precision.excluded, program.model.moe
     if mixture and mixture.capacity_factor is None and "experts" not in excluded:

@@ -27,9 +27,9 @@ class Serve:
     adapter_target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = (
         "*",
     )  # matrices that LoRA adapters may have factors of: names, globs
-    # auto: float32 on CPUs, whose attention is fastest in it, and model.dtype elsewhere.
+    # auto: float32 on CPUs, whose attention is fastest in it, and precision.compute elsewhere.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of activations and KV cache
-    # auto: dtype if that is set, else model.dtype; on CPUs dtype for imported models and experts.
+    # auto: dtype if that is set, else precision.compute; on CPUs dtype for imported ones, experts.
     # int8: matrices of the native decoder, but for embeddings and experts; rounds.
     weights_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"  # of matrices
 

@@ -33,7 +33,7 @@ class TorchModel:
     overrides: Overrides = _EMPTY  # replace settings of config.json; with torch: factory arguments
     vocab: Positive | None = None  # rows of the embedding; with hf, unset: as in config.json
     axes: dict[str, tuple[str, ...]] = _EMPTY  # array axes by weight name: "*.wq.weight"; "": none
-    dtype: ComputeDtype = "bfloat16"  # of computation; weights are float32
+    dtype: ComputeDtype = "bfloat16"  # older name of program.precision.compute
     remat: Literal["none", "attention", "dots", "full"] = "dots"  # what the backward recomputes
     attention: AttentionImplementation = "auto"  # as of the native model; docs/guides/targets.md
     # trace: JAX differentiates the forward pass, with blocks scanned. strict: PyTorch's own

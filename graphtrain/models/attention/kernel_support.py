@@ -110,7 +110,7 @@ def why_no_kernel(spec: AttentionSpec, target: Target) -> str:
             "gradients for each replica"
         )
     if spec.dtype == "float32":
-        return f"kernels compute in bfloat16, and program.model.dtype is {spec.dtype}"
+        return f"kernels compute in bfloat16, and program.precision.compute is {spec.dtype}"
     if spec.alibi:
         return "kernels do not support ALiBi"
     if spec.window_varies_by_layer:

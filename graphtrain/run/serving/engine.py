@@ -451,15 +451,15 @@ class CompiledEngine:
         if adapter is not None:
             return TrainingError(
                 f"the adapter {adapter!r} on the weights of {self._weights_name} gives logits that "
-                "are not finite, so no token can be chosen; it overflows program.model.dtype, "
-                "unless the weights alone do too. Leave it out, or train it again with a lower "
+                "are not finite, so no token can be chosen; it overflows program.precision.compute,"
+                " unless the weights alone do too. Leave it out, or train it again with a lower "
                 'rate, or set program.serve.dtype = "float32"'
             )
         return TrainingError(
             f"the weights of {self._weights_name} give logits that are not finite, so no token "
             "can be chosen; they contain values that are not finite, or overflow "
-            "program.model.dtype. Use another checkpoint (--step), convert the weights again, "
-            'or set program.serve.dtype = "float32"'
+            "program.precision.compute. Use another checkpoint (--step), convert the weights again,"
+            ' or set program.serve.dtype = "float32"'
         )
 
     def _shortest_cache(self) -> int:

@@ -139,7 +139,11 @@ def test_what_cannot_be_done_is_refused_with_the_reason(name, words):
 @pytest.mark.parametrize(
     ("name", "front_end", "words"),
     [
-        ("Autocast", "trace", 'program.model.dtype, or set program.model.front_end = "strict"'),
+        (
+            "Autocast",
+            "trace",
+            'program.precision.compute, or set program.model.front_end = "strict"',
+        ),
         ("Checkpointed", "trace", "set program.model.remat"),
         ("RunningStatistics", "strict", "changes its buffer norm."),
         ("ByValue", "strict", r"depends on the values of a tensor.*modules\.py"),

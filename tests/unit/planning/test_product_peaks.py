@@ -12,7 +12,7 @@ from graphtrain.cost_model.time import mfu, step_time
 from graphtrain.planning.assess import estimate
 
 MODEL = Model(layers=2, embed=64, heads=4, kv_heads=2, mlp=128, vocab=256)
-FP8, INT8 = Precision(matmul_dtype="fp8"), Precision(matmul_dtype="int8")
+FP8, INT8 = Precision(compute="fp8"), Precision(compute="int8")
 
 
 def resolved(precision: Precision = FP8, target: str = "h100:1", model: Model = MODEL):
@@ -38,7 +38,7 @@ def test_the_peak_is_that_of_the_dtype_of_the_products():
     ],
 )
 def test_what_is_excluded_counts_at_the_peak_of_the_model(exclude, moe, shares):
-    precision = Precision(matmul_dtype="fp8", exclude=exclude)
+    precision = Precision(compute="fp8", exclude=exclude)
     of = resolved(precision, model=dataclasses.replace(MODEL, moe=moe))
     parts = "attention projections", "MLP", "LM head"
     found = tuple(quantized_share(of, part) for part in parts)
