@@ -1,12 +1,17 @@
 """Optimizers with averaged weights, by the command: what is evaluated, saved and exported."""
 
 import json
+import urllib.request
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from test_serve_command import SMALL, serving
 
 from graphtrain.checkpoints.arrays import restore_array
+from graphtrain.config import load_config
+from graphtrain.models.decoder import forward, parameter_specs
+from lowering.trees import flatten, unflatten
 
 CONSTANT = ["--set", "run.learning_rate.schedule=constant", "--set", "run.steps=8"]
 FREE = [*CONSTANT, "--set", "program.optimizer.kind=schedule_free"]
@@ -54,6 +59,39 @@ def test_a_schedule_free_run_saves_and_resumes_what_it_evaluated(place):
         "generate", "run/config.toml", "def ", "--tokens", "4", "--json", *words
     )
     assert json.loads(by_run)["tokens"] == json.loads(by_export)["tokens"]
+
+    # The server has the log-probabilities of the averaged weights, and not those of z.
+    place.command("compile", "run", "--for", "serve", *SMALL)
+    with serving(place, *SMALL, config="run") as url:
+        served = first_log_probability(url, "def ")
+    of_averaged, of_z = (
+        log_probability(place, part) for part in ("parameters", "optimizer/schedule_free/z")
+    )
+    assert served == pytest.approx(of_averaged, abs=1e-3)
+    assert abs(of_averaged - of_z) > 1e-2
+
+
+def first_log_probability(url: str, prompt: str) -> float:
+    """Log-probability of the token that the server finds likeliest after a prompt."""
+    asked = {"model": "run", "prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 1}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())["choices"][0]["logprobs"]["token_logprobs"][0]
+
+
+def log_probability(place, part: str) -> float:
+    """The same by the weights in a part of the training state: that of the likeliest token."""
+    model = load_config(place.path / "run/config.toml").program.model
+    arrays = {
+        path: restore_array(place.path / "run/checkpoints", 8, f"{part}/{path}")
+        for path in flatten(parameter_specs(model))
+    }
+    tokens = np.array([[*b"def "]], np.int32)
+    logits, _ = forward(model, unflatten(arrays), tokens)
+    scores = np.asarray(logits, np.float64)[0, -1]
+    return float(scores.max() - np.logaddexp.reduce(scores))
 
 
 @pytest.mark.usefixtures("compiled_quickly")

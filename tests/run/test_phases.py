@@ -1,6 +1,7 @@
 """Phases of a run: nothing is compiled at a change, and the curve is that of programs in a row."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,36 @@ def test_phases_compile_nothing_and_equal_programs_in_a_row(place):
     # An evaluation has the program of the phase that made the checkpoint.
     (early, *_) = [one for one in place.journal("whole") if "validation_loss" in one]
     assert (early["step"], early["validation_loss"]) == (4, results["evaluation"])
+    check_kills_where_phases_begin(place, curve)
+
+
+KILLED = """
+import os, signal, sys
+
+import graphtrain as gt
+
+
+class Kill:
+    def on_step(self, step, metrics):
+        if step == int(sys.argv[1]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+print(gt.train("config.toml", callbacks=[Kill()]).resumed_from)
+"""
+
+
+def check_kills_where_phases_begin(place: Place, curve: list) -> None:
+    """SIGKILL with the last step of each phase, while the first one of the next is computed."""
+    for step in ("4", "7"):
+        process = place.start_python("-c", KILLED, step)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL, err
+    process = place.start_python("-c", KILLED, "0")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert 1 <= int(out) <= 7  # the last checkpoints may not have been complete
+    assert place.curve() == curve
 
 
 def test_a_plan_and_the_cache_name_every_phase(place):
