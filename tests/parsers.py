@@ -17,6 +17,7 @@ from typing import Any
 
 import damage
 import numpy as np
+import written_runs
 
 from graphtrain.cache import Cache
 from graphtrain.cache.bundles import KEYS_FILE
@@ -54,6 +55,7 @@ from graphtrain.run.loss_curve import loss_curve
 from graphtrain.run.metrics import Journal, good_steps, read_journal
 from graphtrain.run.prompt_file import read_prompt_file
 from graphtrain.run.resume import Resumption, identity_of
+from graphtrain.run.watch.watched_run import Known, WatchedRun
 from graphtrain.torch_xla.graphs import read_extraction
 from graphtrain.weights.base import _read_record
 from graphtrain.weights.convert import read_config
@@ -394,6 +396,26 @@ def _write_journal(directory: Path) -> None:
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 
+def _write_watched(directory: Path) -> None:
+    run = directory / "run"
+    written_runs.append(run, written_runs.records(1, 4))
+    written_runs.append(run, [{"step": 2, "prompt": "a", "text": "b"}], "samples.jsonl")
+    spike = {"step": 3, "on_spike": "skip", "loss": None, "documents": {"data": [1, 2]}}
+    written_runs.append(run, [spike], "spikes.jsonl")
+    written_runs.write_goodput(run, "completed")
+    written_runs.write_checkpoint(run, 4)
+    (run / "config.toml").write_text(written_runs.CONFIG)
+
+
+def _read_watched(directory: Path) -> None:
+    """Read a run twice, as a page does; whatever is damaged, there is an answer."""
+    run, known = WatchedRun("run", directory / "run", Cache(directory / "cache")), Known()
+    for _ in range(2):
+        answer = run.answer(known)
+        json.dumps(answer, allow_nan=False)
+        known = Known(answer["curves"], answer["sequence"], answer.get("digest", ""))
+
+
 def _read_journal(directory: Path) -> None:
     records = read_journal(directory)
     good_steps(records), loss_curve(records)
@@ -593,6 +615,7 @@ PARSERS = {
     ),
     "metrics": Parser(_write_journal, _read_journal),
     "goodput": Parser(_write_goodput, _read_goodput),
+    "live page": Parser(_write_watched, _read_watched, damaged=("run/*.*", "run/**/manifest.json")),
     "preparation": Parser(
         _write_preparation, _read_preparation,
         damaged=("data/manifest.json", "data/.unfinished/*", "data/*.json"),
