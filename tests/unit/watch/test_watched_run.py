@@ -7,10 +7,11 @@ import pytest
 from written_runs import CONFIG, append, records, write_checkpoint, write_goodput
 
 from graphtrain.cache import Cache
+from graphtrain.run.watch import server
 from graphtrain.run.watch.records import parse_sample, parse_spike
-from graphtrain.run.watch.server import run_names
 from graphtrain.run.watch.slow_fact import SlowFact
 from graphtrain.run.watch.watched_run import Known, WatchedRun
+from lowering.machine.extras import MissingExtra
 
 
 @pytest.fixture
@@ -123,4 +124,10 @@ def test_a_fact_that_takes_long_is_not_found_out_at_every_look():
 
 def test_runs_of_the_same_name_have_their_paths(tmp_path):
     paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "other"]
-    assert run_names(paths) == [str(paths[0]), str(paths[1]), "other"]
+    assert server.run_names(paths) == [str(paths[0]), str(paths[1]), "other"]
+
+
+def test_a_missing_package_is_named_with_both_extras(monkeypatch, tmp_path):
+    monkeypatch.setattr(server, "is_installed", lambda module: module != "vl_convert")
+    with pytest.raises(MissingExtra, match=r"watch needs vl-convert.*graphtrain\[html,serve\]"):
+        server.serve_page([tmp_path], Cache(tmp_path), host="127.0.0.1", port=0, log=print)
