@@ -10,7 +10,7 @@ a server beside it keeps none.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +70,7 @@ class KeptWeights:
         except (OSError, ValueError) as error:  # for example: replaced by another server just now
             raise DamagedCheckpoint(self.folder, f"it cannot be read ({error})") from None
 
-    def write(self, program: ResolvedProgram, weights: Tree) -> Iterator[str]:
+    def write(self, program: ResolvedProgram, weights: Tree) -> Generator[str, None, None]:
         """Write the weights in place of others that were kept; yield the name of each array.
 
         If another process writes weights of this run now, or has kept these, nothing is written.
@@ -90,7 +90,7 @@ class KeptWeights:
         finally:
             lease.release()
 
-    def _write(self, program: ResolvedProgram, weights: Tree) -> Iterator[str]:
+    def _write(self, program: ResolvedProgram, weights: Tree) -> Generator[str, None, None]:
         arrays = flatten(lowering.backend(program.target).checkpoint_arrays(weights))
         with create_directory(self.folder) as unfinished:
             for path, array in arrays.items():
