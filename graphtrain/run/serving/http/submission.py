@@ -84,16 +84,16 @@ class Submission:
             for update in await self._updates.get():
                 if update.error is not None:
                     raise _failure(update.error)
-                self.sequences[update.index].add(update)
                 if update.usage is not None:
+                    self.sequences[update.index].usage = update.usage
                     self._observe(update.usage)
                     self._remaining -= 1
                 yield update
 
     async def finish(self) -> list[Sequence]:
-        """Wait until all sequences ended."""
-        async for _ in self.updates():
-            pass
+        """Wait until all sequences ended; their updates are kept, as those of a stream are not."""
+        async for update in self.updates():
+            self.sequences[update.index].add(update)
         return self.sequences
 
     def cancel(self) -> None:
