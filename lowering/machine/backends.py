@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowering.errors import LoweringError
+from lowering.machine import startup
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -45,6 +46,7 @@ def find_backend(platform: str, required: Iterable[str]) -> Any:
         LoweringError: no installed package provides the platform, or its backend is incomplete.
     """
     if platform in BUILT_IN:
+        startup.import_jax()
         return importlib.import_module(BUILT_IN[platform])
     return _installed_backend(platform, tuple(required))
 
