@@ -42,6 +42,8 @@ from lowering.trees import Tree, flatten
 if TYPE_CHECKING:
     from graphtrain.weights.named_adapters import NamedAdapter
 
+_LOADED_BY_THREADS = ("cpu", "cuda", "rocm", "tpu")  # platforms
+
 
 class CompiledEngine:
     """Engine that loads its programs from the cache and compiles nothing.
@@ -497,6 +499,7 @@ def open_engine(
     purpose: ServingPurpose = "serve",
     adapters: Sequence[NamedAdapter] = (),
     merged: NamedAdapter | None = None,
+    loads_ahead: bool = False,
 ) -> CompiledEngine:
     """Look up the programs, and load the weights of a run onto the devices.
 
@@ -510,6 +513,7 @@ def open_engine(
         purpose: Generate one sequence, a batch of many, evaluate tasks, or serve.
         adapters: LoRA adapters to serve beside the weights, as open_adapters returns them.
         merged: LoRA adapter to merge into the weights, as open_merged_adapter returns it.
+        loads_ahead: Load all programs on another thread, before they are used; on XLA's devices.
 
     Raises:
         MissingProgram: a program is not compiled.
@@ -521,6 +525,9 @@ def open_engine(
     served, names = graphs_for(program, purpose)
     graphs = on_all_ranks(lambda: LoadedPrograms(served, cache, names, compile_hint))
     check_same_executables(graphs)
+    if loads_ahead and served.target.platform in _LOADED_BY_THREADS:
+        lowering.backend(served.target).devices(served.target)
+        graphs.load_in_background(sorted(names, key=_turn))
     with lowering.backend(served.target).forbid_tracing():
         read, (weights, parameters, kept) = read_checkpoint(
             Path(run.directory) / "checkpoints",
@@ -579,6 +586,11 @@ def load_checkpoint(engine: CompiledEngine, program: ResolvedProgram, run: Run, 
         )[1],
         f"{directory}/{step}",
     )
+
+
+def _turn(name: str) -> int:
+    """Return when a program is needed: a prompt is first, and kept weights need no serve_init."""
+    return 0 if name.startswith("prefill_") else 2 if name == "serve_init" else 1
 
 
 def _first_prefill(program: ResolvedProgram) -> str:
