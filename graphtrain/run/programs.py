@@ -81,8 +81,8 @@ class LoadedPrograms:
         """
         if name not in self._loaded:
             future = self._loading.pop(name, None)
-            is_free = future is None or future.cancel()
-            self._loaded[name] = self._load(name) if is_free else future.result()
+            begun = future is not None and not future.cancel()
+            self._loaded[name] = future.result() if future and begun else self._load(name)
         return self._loaded[name]
 
     def load_in_background(self, names: Sequence[str]) -> None:
