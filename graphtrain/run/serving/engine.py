@@ -513,7 +513,7 @@ def open_engine(
         purpose: Generate one sequence, a batch of many, evaluate tasks, or serve.
         adapters: LoRA adapters to serve beside the weights, as open_adapters returns them.
         merged: LoRA adapter to merge into the weights, as open_merged_adapter returns it.
-        loads_ahead: Load all programs on another thread, before they are used; on XLA's devices.
+        loads_ahead: Load the programs that continue prompts on another thread, where XLA does.
 
     Raises:
         MissingProgram: a program is not compiled.
@@ -527,7 +527,8 @@ def open_engine(
     check_same_executables(graphs)
     if loads_ahead and served.target.platform in _LOADED_BY_THREADS:
         lowering.backend(served.target).devices(served.target)
-        graphs.load_in_background(sorted(names, key=_turn))
+        ahead = [name for name in names if name.startswith(("prefill_", "decode"))]
+        graphs.load_in_background(sorted(ahead, key=lambda name: name.startswith("decode")))
     with lowering.backend(served.target).forbid_tracing():
         read, (weights, parameters, kept) = read_checkpoint(
             Path(run.directory) / "checkpoints",
@@ -586,11 +587,6 @@ def load_checkpoint(engine: CompiledEngine, program: ResolvedProgram, run: Run, 
         )[1],
         f"{directory}/{step}",
     )
-
-
-def _turn(name: str) -> int:
-    """Return when a program is needed: a prompt is first, and kept weights need no serve_init."""
-    return 0 if name.startswith("prefill_") else 2 if name == "serve_init" else 1
 
 
 def _first_prefill(program: ResolvedProgram) -> str:
