@@ -14,8 +14,8 @@ def check_local_path(path: str) -> str:
     """
     if match := _URL.match(path):
         raise ValueError(
-            f"{path[:80]} is a URL ({match[1].lower()}); object stores and downloads are not "
-            "supported here yet; give a local path"
+            f"{path[:80]} is a URL ({match[1].lower()}), and here a local path is needed; download "
+            "it first, a folder of an object store by graphtrain data pull URL DIRECTORY"
         )
     try:
         name_bytes = [len(name.encode(errors="surrogateescape")) for name in path.split("/")]

@@ -106,12 +106,12 @@ class ObjectStore:
             except _TransientError as error:
                 patience.wait_or_raise(error)
 
-    def stream(self, name: str, size: int, begin: Callable[[], Consume]) -> None:
+    def stream(self, name: str, size: int | None, begin: Callable[[], Consume]) -> None:
         """Read a large object in parts, from its beginning again where reading breaks off.
 
         Args:
             name: name of the object.
-            size: size that it should have.
+            size: size that it should have; None: that which the store names.
             begin: called at each beginning; returns what is called with each part.
 
         Raises:
@@ -129,7 +129,7 @@ class ObjectStore:
             except _TransientError as error:
                 patience.wait_or_raise(error)
 
-    def _parts(self, name: str, size: int) -> Iterator[bytes]:
+    def _parts(self, name: str, size: int | None) -> Iterator[bytes]:
         import obstore
 
         self._refuse_special_file(name)
@@ -139,15 +139,19 @@ class ObjectStore:
                 found = obstore.get(self._store, name)
             except FileNotFoundError:
                 raise UnusableObject(f"{label} is missing") from None
-            if found.meta["size"] != size:
+            if size is not None and found.meta["size"] != size:
                 raise UnusableObject(f"{label} has {found.meta['size']} bytes instead of {size}")
             parts = iter(found.stream(min_chunk_size=_PART_BYTES))
+        left = found.meta["size"]
         while True:
             with _store_errors(self.url, "read", name):
                 part = next(parts, None)
             if part is None:
-                return
+                break
+            left -= len(part)
             yield bytes(part)
+        if left:
+            raise _TransientError(f"cannot read {label}: it ended {left} bytes early")
 
     def put_file(self, name: str, path: Path) -> None:
         """Create or replace an object with the content of a file, in parts if it is large.

@@ -97,12 +97,12 @@ def decode_manifest(data: bytes, step: int) -> RemoteManifest:
     if manifest.step != step or named is None or int(named[1]) != step:
         raise ValueError(f"its manifest is of step {manifest.step}")
     for name, file in (*manifest.checkpoint.items(), *manifest.run.items()):
-        if not _is_inside(name) or file.size < 0 or not _SHA256.fullmatch(file.sha256):
+        if not is_inside(name) or file.size < 0 or not _SHA256.fullmatch(file.sha256):
             raise ValueError(f"its manifest has a wrong entry, {name[:100]!r}")
     return manifest
 
 
-def _is_inside(name: str) -> bool:
+def is_inside(name: str) -> bool:
     """Return whether a name is that of a file below a directory, in its only spelling."""
     path = PurePosixPath(name)
     is_plain = "\\" not in name and "\0" not in name and str(path) == name

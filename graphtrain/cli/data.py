@@ -417,6 +417,37 @@ def verify(prefixes: tuple[str, ...], vocab: int | None) -> None:
 
 
 @command.command()
+@click.argument("url")
+@click.argument("directory", type=_PATH)
+@click.option(
+    "--endpoint",
+    help="Server of an S3-compatible store. [default: $AWS_ENDPOINT_URL]",
+)
+def pull(url: str, directory: Path, endpoint: str | None) -> None:
+    """Download the folder at URL into a new DIRECTORY, and verify the datasets in it.
+
+    URL is s3://, gs:// or az://, or a directory. The folder may also be a Hugging Face model, text
+    to prepare, or configurations; only datasets are verified.
+    """
+    from graphtrain.cache.sizes import format_size
+    from graphtrain.checkpoints.download import download_folder
+    from graphtrain.data.indexed.verify import verify as verify_data
+
+    verified = []
+
+    def verify_datasets(folder: Path) -> None:
+        for index in sorted(folder.rglob("*.idx")):
+            verify_data(prefix := index.with_suffix(""))
+            verified.append(directory / prefix.relative_to(folder))
+
+    sizes = download_folder(url, directory, verify_datasets, endpoint)
+    count = counted(len(sizes), "file")
+    say(f"{directory}: {count}, {format_size(sum(sizes.values()))} from {url}")
+    for prefix in verified:
+        click.echo(f"{prefix}: intact")
+
+
+@command.command()
 @click.argument("prefix")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def inspect(prefix: str, as_json: bool) -> None:

@@ -97,8 +97,11 @@ def test_a_preset_without_a_model_is_refused(content, tmp_path):
         ("run.steps=" + "9" * 5000, "should be a whole number"),
         ("program.model.layers=1000000", "at most 10000"),
         ("run.directory=gs://bucket/run", r"gs://bucket/run is a URL \(gs\)"),
-        ("run.data.train=s3://bucket/data", "object stores .* are not supported here yet"),
-        ("run.data.validation=az://bucket/data", "give a local path"),
+        (
+            "run.data.train=s3://bucket/data",
+            "download it first, .* graphtrain data pull",
+        ),
+        ("run.data.validation=az://bucket/data", "a local path is needed"),
         ("run.init_from=obs://bucket/run", r"\(obs\)"),
         ("run.init_adapter_from=https://host/x", r"\(https\)"),
         ("run.directory=" + "x" * 300, "is too long"),
@@ -184,7 +187,7 @@ def test_an_object_store_is_refused_where_a_file_is_meant(words, tmp_path):
     (tmp_path / "a.toml").write_text(CONFIG)
     result = command(*words, cwd=tmp_path)
     assert result.returncode == 2
-    assert "is a URL" in result.stderr and "give a local path" in result.stderr
+    assert "is a URL" in result.stderr and "a local path is needed" in result.stderr
     assert os.listdir(tmp_path) == ["a.toml"]
 
 
