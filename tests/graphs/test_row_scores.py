@@ -12,6 +12,7 @@ from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Serve
 from graphtrain.graphs.names import graphs_for
 from graphtrain.graphs.open_model import open_language_model
+from graphtrain.models.attention import packed
 from graphtrain.run.evaluation.continuation_scores import ScoredText
 from graphtrain.run.evaluation.packed_scores import score_texts
 from graphtrain.run.serving.engine import CompiledEngine
@@ -37,7 +38,8 @@ class _Graphs:
 
 
 @pytest.mark.parametrize("where", ["mesh", "alone"])
-def test_scores_are_those_of_the_model_on_whole_texts(where):
+def test_scores_are_those_of_the_model_on_whole_texts(where, monkeypatch):
+    monkeypatch.setattr(packed, "_TILE", 8)  # a row has several
     of = program(model=WINDOWS, serve=SERVE, **CUBE if where == "mesh" else {})
     parameters = state_of(of)["parameters"]
     graphs = _Graphs(of)

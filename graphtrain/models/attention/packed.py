@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 _NEW = "bkhd"  # layout of the row's own keys and values
+_TILE = 128  # tokens of a row whose attention to each other is computed at once, on a CPU
 
 
 def attend_packed(
@@ -59,9 +60,60 @@ def attend_packed(
     else:
         blocks = jnp.minimum(-(-rows.offset.max() // block), cached_length // block)
         sums = jax.lax.fori_loop(jnp.int32(0), blocks, add_block, sums)
-    distance = _within_texts(packed)
-    sums = add_keys(sums, grouped, key, value, (_NEW, _NEW), distance, scoring, window)
+    if on_cpu() and query.shape[1] > _TILE and query.shape[1] % _TILE == 0:
+        sums = _add_texts_by_tiles(sums, grouped, key, value, packed, scoring, window)
+    else:
+        distance = _within_texts(packed, packed)
+        sums = add_keys(sums, grouped, key, value, (_NEW, _NEW), distance, scoring, window)
     return attention_of(sums, query)
+
+
+def _add_texts_by_tiles(
+    sums: Sums,
+    grouped: Float[Array, "batch seq kv_heads group head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
+    packed: PackedTokens,
+    scoring: ScoreTransform,
+    window: int | jax.Array | None,
+) -> Sums:
+    """Add the row's own keys to the sums: of each tile of queries, from where its texts begin.
+
+    Texts are short beside a row, so that most of its pairs of tiles share none.
+    """
+    first = (_first_tokens(packed.text) // _TILE).min(0).reshape(-1, _TILE).min(1)
+
+    def tile(array: jax.Array, index: jax.Array, axis: int = 1) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(array, index * _TILE, _TILE, axis)
+
+    def tokens(index: jax.Array) -> PackedTokens:
+        return PackedTokens(
+            tile(packed.position, index), tile(packed.text, index), tile(packed.branch, index)
+        )
+
+    def add_tile(index: jax.Array, sums: Sums) -> Sums:
+        queries, places = tile(grouped, index), tokens(index)
+
+        def add_block(at: jax.Array, carry: Sums) -> Sums:
+            distance = _within_texts(places, tokens(at))
+            new = tile(key, at), tile(value, at)
+            return add_keys(carry, queries, *new, (_NEW, _NEW), distance, scoring, window)
+
+        largest, total, output = (tile(array, index, 2) for array in sums)
+        added = jax.lax.fori_loop(first[index], index + 1, add_block, (largest, total, output))
+        largest, total, output = (
+            jax.lax.dynamic_update_slice_in_dim(array, new, index * _TILE, 2)
+            for array, new in zip(sums, added, strict=True)
+        )
+        return largest, total, output
+
+    return jax.lax.fori_loop(0, len(first), add_tile, sums)
+
+
+def _first_tokens(text: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Return the index of the first token of the text of each token; texts are contiguous."""
+    begins = jnp.diff(text, axis=1, prepend=-1) != 0
+    return jax.lax.cummax(jnp.where(begins, jnp.arange(text.shape[1]), 0), axis=1)
 
 
 def _to_prefix(
@@ -78,10 +130,10 @@ def _to_prefix(
     return jnp.where(position[:, None, :] >= 0, distance, -1)
 
 
-def _within_texts(packed: PackedTokens) -> Int[Array, "batch seq places"]:
-    """Return how many positions before each token each token of its row is; -1: it is not seen."""
-    distance = packed.position[:, :, None] - packed.position[:, None, :]
-    same_text = packed.text[:, :, None] == packed.text[:, None, :]
-    branch = packed.branch[:, None, :]
-    visible = same_text & ((branch == 0) | (branch == packed.branch[:, :, None]))
+def _within_texts(queries: PackedTokens, keys: PackedTokens) -> Int[Array, "batch seq places"]:
+    """Return how many positions before each query each key of its row is; -1: it is not seen."""
+    distance = queries.position[:, :, None] - keys.position[:, None, :]
+    same_text = queries.text[:, :, None] == keys.text[:, None, :]
+    branch = keys.branch[:, None, :]
+    visible = same_text & ((branch == 0) | (branch == queries.branch[:, :, None]))
     return jnp.where(visible, distance, -1)
