@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Model
+from graphtrain.cost_model.native_equivalent import sizes_unknown
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.models.flops import Part, forward_flops_by_part, is_gated
 
@@ -25,9 +26,13 @@ def part_peak(program: ResolvedProgram, part: Part) -> float:
 
 
 def step_peak(program: ResolvedProgram) -> float:
-    """Return the peak FLOP/s of all devices for the products of a whole step; 0.0 if unknown."""
+    """Return the peak FLOP/s of all devices for the products of a whole step; 0.0 if unknown.
+
+    It is that of model.dtype where the sizes of a model are unknown without building it.
+    """
     wide = program.target.peak_flops(program.model.dtype)
-    if program.settings.precision.matmul_dtype is None or not wide:
+    asked = program.settings.precision.matmul_dtype
+    if asked is None or not wide or sizes_unknown(program.settings):
         return wide
     flops = forward_flops_by_part(with_padding_layers(program).model, program.batch.seq_len)
     seconds = sum(count / part_peak(program, part) for part, count in flops.items())

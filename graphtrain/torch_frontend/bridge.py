@@ -37,6 +37,7 @@ from graphtrain.torch_frontend.attention import (
 )
 from graphtrain.torch_frontend.functions import apply_function
 from graphtrain.torch_frontend.joint import buffer_changed_error
+from graphtrain.torch_frontend.quantized_modules import ModuleNames
 from graphtrain.torch_frontend.silent_failures import (
     current_user_line,
     innermost_user_line,
@@ -80,6 +81,7 @@ class TraceEnvironment(TorchaxEnvironment):
         self.computes_in, self._vocab = dtype, vocab
         self._remat, self._unroll = remat, unroll
         self._attention: AttentionImplementation = how
+        self.module_names = ModuleNames()
         self.native_attention_calls = 0  # number of calls of the native attention
         self._zero_placeholders: list[jax.Array] = []
         self.override_op_definition(torch.nn.functional.embedding, self._embedding)
@@ -194,7 +196,11 @@ class TraceEnvironment(TorchaxEnvironment):
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, order: str) -> Tensor:
         """Multiply by a weight matrix; the name lets remat = "dots" save the product."""
         leading = "abcdefgh"[: x.ndim - 1]
-        product = dot(f"{leading}i,{order}->{leading}o", x.jax(), weight.jax())
+        equation, arrays = f"{leading}i,{order}->{leading}o", (x.jax(), weight.jax())
+        is_head = weight.shape[order.index("o")] == self._vocab
+        product = self.module_names.quantized(equation, *arrays, is_head=is_head)
+        if product is None:
+            product = dot(equation, *arrays)
         product = checkpoint_name(product, PROJECTION)
         return Tensor(product if bias is None else product + bias.jax(), self)
 

@@ -25,6 +25,7 @@ from graphtrain.config.user_code import add_to_path
 from graphtrain.errors import ImportedModelError, StrictFrontEndRequired
 from graphtrain.models.attention.ring_order import positions
 from graphtrain.models.layer_terms import NO_TERMS, LayerTerms
+from graphtrain.models.quantized_matmul import quantization_of
 from graphtrain.torch_frontend import private_torch
 from graphtrain.torch_frontend.attention import feature_needing_native_attention
 from graphtrain.torch_frontend.axes import NamedAxes, name_axes
@@ -431,6 +432,7 @@ class OpenedModel:
                     module, environment, self.block_lists, arrays, settings.remat, verify, through
                 ),
                 record_modules(module, self.block_lists, environment, tokens.shape),
+                environment.module_names.follow(module),
             ):
                 position_kwargs = environment.wrap(self._position_kwargs(tokens.shape[1]))
                 return self._module_logits(Tensor(tokens, environment), position_kwargs)
@@ -464,6 +466,11 @@ class OpenedModel:
             raise ImportedModelError(
                 f"{feature} requires graphtrain's attention, but the strict front end (used "
                 f"because {self.strict}) computes PyTorch's own; turn one of them off"
+            )
+        if quantization_of() is not None:
+            raise ImportedModelError(
+                "program.precision.compute: the strict front end (used because "
+                f'{self.strict}) computes no product in fp8 or int8; set it to "bfloat16"'
             )
         self._check_length(tokens.shape[1])
         settings, training = self.settings, key is not None

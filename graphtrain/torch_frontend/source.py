@@ -24,6 +24,7 @@ _SOURCES = (
     *("functions.py", "hf_attention.py", "joint.py", "language_model.py", "load_balancing.py"),
     *("meta_module.py", "model.py", "names.toml", "pipeline_parts.py", "private_torch.py"),
     *(
+        "quantized_modules.py",
         "random_values.py",
         "recorded_modules.py",
         "scan_blocks.py",

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from programs import batch, loaded, lower, placed_inputs, program, state_of
 from test_adapters import frozen_of, new_state
+from test_torch_models import eager_loss, module_of
+from test_torch_models import state_of as state_of_module
+from torch_families import imported
 
 from graphtrain.config.schema import (
     Adapter,
@@ -21,6 +24,8 @@ from graphtrain.config.schema import (
     Program,
 )
 from graphtrain.models.quantized_matmul import quantized_dot
+from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.parity import unstack_weights
 from lowering.trees import flatten
 
 MODEL = Model(layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocab=64, remat="none")
@@ -122,3 +127,43 @@ def test_gradients_of_all_parts_point_where_those_of_float32_do(settings):
     assert not np.array_equal(reference, found)
     cosine = reference @ found / np.linalg.norm(reference) / np.linalg.norm(found)
     assert cosine > 0.99
+
+
+@pytest.mark.parametrize(
+    ("kind", "exclude", "count"),
+    [
+        ("llama", None, 7),
+        ("llama", ("down", "experts"), 7 - 1 + 1),  # without down, with the head
+        ("mixtral", None, 4),  # attention alone: neither experts nor the router
+        ("mixtral", ("head", "experts"), 5),
+    ],
+)
+def test_products_of_an_imported_model_are_in_8_bits_by_the_names_of_its_modules(
+    tmp_path, kind, exclude, count
+):
+    precision = Precision(compute="fp8", exclude=exclude)
+    of = program(model=imported(tmp_path, kind), batch=SMALL, precision=precision)
+    assert products(of) == 3 * count
+
+
+def test_an_imported_model_in_8_bits_has_the_loss_and_gradients_of_pytorch(tmp_path):
+    fp8 = Precision(compute="fp8", exclude=("experts",))
+    of = program(model=imported(tmp_path, "llama"), batch=SMALL, precision=fp8)
+    module, inputs = module_of(of), batch(of)
+    loss = eager_loss(module, inputs)
+    loss.backward()
+    step = loaded(of, "gradients")
+    state = placed_inputs(step, "state", state_of_module(of, module))
+    found = jax.device_get(step(state, placed_inputs(step, "batch", inputs)))
+    assert float(found["loss"]) == pytest.approx(loss.item(), rel=1e-2)
+    assert float(found["loss"]) != pytest.approx(loss.item(), rel=1e-6)
+    ours = unstack_weights(open_model(of.model), flatten(found["gradients"]))
+    theirs = {name: one.grad.numpy() for name, one in module.named_parameters()}
+    a, b = (np.concatenate([each[name].ravel() for name in theirs]) for each in (ours, theirs))
+    assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > 0.99
+
+
+def test_the_strict_front_end_is_refused(tmp_path):
+    fp8 = Precision(compute="fp8")
+    with pytest.raises(ValueError, match=r'cannot be used with model\.front_end = "strict"'):
+        program(model=imported(tmp_path, "llama", front_end="strict"), precision=fp8)

@@ -6,7 +6,15 @@ import re
 import pytest
 
 from graphtrain.api.checks import machine
-from graphtrain.config.schema import Batch, MixtureOfExperts, Model, Precision, Program
+from graphtrain.config.schema import (
+    Batch,
+    FlaxModel,
+    MixtureOfExperts,
+    Model,
+    Precision,
+    Program,
+    TorchModel,
+)
 from lowering.hlo.collectives import read
 from sharding_rules.mesh import MeshShape
 
@@ -36,6 +44,15 @@ def test_settings_that_need_or_exclude_quantized_products_are_refused():
     )
     with pytest.raises(ValueError, match=words):
         program(precision=FP8, batch=per_step)
+
+
+def test_imported_models_without_products_in_8_bits_are_refused():
+    flax = FlaxModel(flax="mine.py:M", vocab=8)
+    with pytest.raises(ValueError, match=r'"fp8" cannot be used with model\.flax; remove it'):
+        program(model=flax, precision=FP8)
+    torch = TorchModel(torch="mine.py:M", vocab=8)
+    with pytest.raises(ValueError, match='does not name "experts", and those of an imported'):
+        program(model=torch, precision=dataclasses.replace(FP8, exclude=("head",)))
 
 
 def test_experts_without_a_capacity_have_no_product_in_8_bits():

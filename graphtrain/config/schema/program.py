@@ -179,7 +179,8 @@ def _reason(error: ValueError) -> str:
 def _check_quantized_products(program: Program) -> None:
     """Refuse settings with which products cannot be in fp8 or int8."""
     refused = {
-        "model.torch, model.hf or model.flax": is_imported(program.model),
+        "model.flax": isinstance(program.model, FlaxModel),
+        'model.front_end = "strict"': getattr(program.model, "front_end", None) == "strict",
         'batch.gradient_reduction = "per_step"': program.batch.gradient_reduction == "per_step",
     }
     if names := [name for name, is_set in refused.items() if is_set]:
@@ -187,7 +188,15 @@ def _check_quantized_products(program: Program) -> None:
             f'precision.compute = "{program.precision.compute}" cannot be used with '
             f'{" and ".join(names)}; remove it, or set compute to "bfloat16"'
         )
-    excluded, mixture = program.precision.excluded, program.model.moe
+    excluded = program.precision.excluded
+    if is_imported(program.model):
+        if "experts" not in excluded:
+            raise ValueError(
+                'precision.exclude does not name "experts", and those of an imported model have no '
+                "product in fp8 or int8; add it"
+            )
+        return
+    mixture = program.model.moe
     if mixture and mixture.capacity_factor is None and "experts" not in excluded:
         raise ValueError(
             'precision.exclude does not name "experts", and experts without '
