@@ -218,7 +218,6 @@ def _opener(
             compile_hint=compile_hint,
             vocab=tokenizer.vocab,
             adapters=adapters,
-            loads_ahead=True,
         )
 
         def finish() -> Iterator[str]:

@@ -1,9 +1,7 @@
 """Loading of the executables of a program from the cache, with an explanation of misses."""
 
 import hashlib
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import lowering
@@ -12,6 +10,7 @@ from graphtrain.cache.key import CacheKey
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.errors import GraphtrainError, MissingProgram, UserError
+from lowering.artifact import Artifact
 from lowering.trees import Tree
 from sharding_rules.mesh import MeshShape
 
@@ -50,11 +49,7 @@ class LoadedPrograms:
             for name, artifact in artifacts.items()
             if artifact is not None and "compile_seconds" in artifact.record
         }
-        self._records = {
-            name: artifact.record for name, artifact in artifacts.items() if artifact is not None
-        }
         self._loaded: dict[str, Any] = {}
-        self._loading: dict[str, Future[Any]] = {}  # by load_in_background
         self._target = program.target
 
     def digests(self) -> dict[str, str]:
@@ -80,40 +75,22 @@ class LoadedPrograms:
             LoweringError: the graph was compiled for another processor.
         """
         if name not in self._loaded:
-            future = self._loading.pop(name, None)
-            begun = future is not None and not future.cancel()
-            self._loaded[name] = future.result() if future and begun else self._load(name)
+            artifact = self._artifacts.pop(name)
+            assert artifact is not None, f"{name} is loaded once"
+            self._loaded[name] = self._load(name, artifact)
         return self._loaded[name]
-
-    def load_in_background(self, names: Sequence[str]) -> None:
-        """Load graphs on another thread, in this order.
-
-        One that is needed before its turn is loaded by who needs it, who waits for no other.
-        """
-        loading = {name: Future[Any]() for name in names if name not in self._loaded}
-        self._loading |= loading
-        # Not a daemon: XLA must not be in the midst of a load when the interpreter ends.
-        threading.Thread(target=self._load_each, args=(loading,), name="load").start()
-
-    def _load_each(self, loading: Mapping[str, Future[Any]]) -> None:
-        for name, future in loading.items():
-            if not threading.main_thread().is_alive():
-                return
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(self._load(name))
-                except Exception as error:  # raised where the graph is used
-                    future.set_exception(error)
 
     def inputs(self, graph: str, name: str) -> Tree:
         """Return shapes, dtypes and shardings of one input of a graph, without loading it."""
         from lowering.xla.backend import described_inputs  # JAX, after the programs are looked up
 
-        if graph in self._loaded:
+        artifact = self._artifacts.get(graph)
+        if artifact is None:  # it is loaded
             return self._loaded[graph].inputs(name)
-        record, backend = self._records[graph], lowering.backend(self._target)
-        mesh = backend.make_mesh(MeshShape(record["mesh"]), backend.devices(self._target))
-        return described_inputs(record, mesh, name)
+        backend = lowering.backend(self._target)
+        shape = MeshShape(artifact.record["mesh"])
+        mesh = backend.make_mesh(shape, backend.devices(self._target))
+        return described_inputs(artifact.record, mesh, name)
 
     def load_all(self) -> None:
         """Load every graph.
@@ -124,9 +101,7 @@ class LoadedPrograms:
         for name in self.keys:
             self[name]
 
-    def _load(self, name: str) -> Any:
-        artifact = self._artifacts.pop(name)
-        assert artifact is not None, f"{name} is loaded once"
+    def _load(self, name: str, artifact: Artifact) -> Any:
         try:
             return lowering.backend(self._target).load(artifact, self._target)
         except UserError:

@@ -42,8 +42,6 @@ from lowering.trees import Tree, flatten
 if TYPE_CHECKING:
     from graphtrain.weights.named_adapters import NamedAdapter
 
-_LOADED_BY_THREADS = ("cpu", "cuda", "rocm", "tpu")  # platforms
-
 
 class CompiledEngine:
     """Engine that loads its programs from the cache and compiles nothing.
@@ -499,7 +497,6 @@ def open_engine(
     purpose: ServingPurpose = "serve",
     adapters: Sequence[NamedAdapter] = (),
     merged: NamedAdapter | None = None,
-    loads_ahead: bool = False,
 ) -> CompiledEngine:
     """Look up the programs, and load the weights of a run onto the devices.
 
@@ -513,7 +510,6 @@ def open_engine(
         purpose: Generate one sequence, a batch of many, evaluate tasks, or serve.
         adapters: LoRA adapters to serve beside the weights, as open_adapters returns them.
         merged: LoRA adapter to merge into the weights, as open_merged_adapter returns it.
-        loads_ahead: Load the programs that continue prompts on another thread, where XLA does.
 
     Raises:
         MissingProgram: a program is not compiled.
@@ -525,10 +521,6 @@ def open_engine(
     served, names = graphs_for(program, purpose)
     graphs = on_all_ranks(lambda: LoadedPrograms(served, cache, names, compile_hint))
     check_same_executables(graphs)
-    if loads_ahead and served.target.platform in _LOADED_BY_THREADS:
-        lowering.backend(served.target).devices(served.target)
-        ahead = [name for name in names if name.startswith(("prefill_", "decode"))]
-        graphs.load_in_background(sorted(ahead, key=lambda name: name.startswith("decode")))
     with lowering.backend(served.target).forbid_tracing():
         read, (weights, parameters, kept) = read_checkpoint(
             Path(run.directory) / "checkpoints",
