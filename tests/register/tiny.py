@@ -91,10 +91,18 @@ def tiny_config(model_type: str) -> str:
     for name in ("layer_types", "layers_block_type", "block_types", "mlp_layer_types"):
         if isinstance(kinds := written.get(name), list):
             small[name] = _few(kinds)
+    if written.get("is_decoder") is False:
+        small["is_decoder"] = True  # else each token sees later ones
+    # PyTorch's random numbers are not JAX's.
+    small |= {name: 0.0 for name, rate in written.items() if "drop" in name and _is_rate(rate)}
     if "kv_lora_rank" in small and "num_key_value_heads" in small:
         small["num_key_value_heads"] = _HEADS  # latent attention expands keys to all heads
     small |= _OWN.get(model_type, {})
     return AutoConfig.for_model(model_type, **small).to_json_string(use_diff=False)
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value < 1
 
 
 def _few(kinds: list[str]) -> list[str]:
