@@ -104,6 +104,11 @@ def accepts_attention(kind: Any) -> bool:
     return kind._can_set_attn_implementation()
 
 
+def accepts_experts(kind: Any) -> bool:
+    """Return whether a model class calls an implementation of experts that can be chosen."""
+    return kind._can_set_experts_implementation()
+
+
 def supports_sdpa(kind: Any) -> bool:
     """Return whether a model class computes attention as scaled_dot_product_attention does."""
     return kind._supports_sdpa

@@ -28,10 +28,19 @@ class RandomValue:
     arguments: tuple[Any, ...]
     settings: tuple[tuple[str, Any], ...] = ()
 
-    def compute(self) -> torch.Tensor:
-        """Run the computation with new random numbers, on the current device."""
-        arguments, settings = _computed(self.arguments), _computed(dict(self.settings))
-        return _not_in_place(self.function)(*arguments, **settings)
+    def compute(self, drawn: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
+        """Run the computation with new random numbers, on the current device.
+
+        Args:
+            drawn: results by the identity of their computation; one that occurs twice in another
+                is the same random numbers.
+        """
+        drawn = {} if drawn is None else drawn
+        if id(self) not in drawn:
+            arguments = _computed(self.arguments, drawn)
+            settings = _computed(dict(self.settings), drawn)
+            drawn[id(self)] = _not_in_place(self.function)(*arguments, **settings)
+        return drawn[id(self)]
 
 
 class RandomValues:
@@ -49,8 +58,6 @@ class RandomValues:
         """Record one call, if its result is a tensor without data."""
         if not isinstance(result, torch.Tensor) or not result.is_meta:
             return
-        if isinstance(result, torch.nn.Parameter):
-            return
         settings = {name: value for name, value in kwargs.items() if name not in _PLACEMENT}
         if function in _LIKE:
             value = RandomValue(torch.full, (tuple(result.shape), _LIKE[function]))
@@ -63,6 +70,19 @@ class RandomValues:
                 return
             value = RandomValue(function, self._plain(tuple(args)), self._pairs(settings))
         self._values[id(result)] = result, value
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Make a tensor unknown."""
+        self._values.pop(id(tensor), None)
+
+    def record_overwriting(
+        self, parameter: torch.nn.Parameter, function: Any, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        """Record a call that overwrites all values of a parameter, which others may depend on."""
+        if parameter.is_meta:
+            empty = torch.empty(parameter.shape, device="meta")
+            self._values[id(empty)] = empty, RandomValue(torch.empty, (tuple(parameter.shape),))
+            self.record(function, (empty, *args), kwargs, parameter)
 
     def _is_known(self, leaf: Any) -> bool:
         is_data = not isinstance(leaf, torch.Tensor) or not leaf.is_meta
@@ -83,17 +103,19 @@ class RandomValues:
 def _not_in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method that returns a new tensor; torchax lacks some that overwrite their own."""
     name = getattr(function, "__name__", "")
+    if name == "normal_":
+        return torch.Tensor.normal_  # torchax has the method, not the function of torch.nn.init
     if name[-1:] != "_" or name in _FILLING:
         return function
     return getattr(torch.Tensor, name.removesuffix("_"), function)
 
 
-def _computed(tree: Any) -> Any:
+def _computed(tree: Any, drawn: dict[int, torch.Tensor]) -> Any:
     """Replace computations by their results, and arrays by tensors."""
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, RandomValue):
-            return leaf.compute()
+            return leaf.compute(drawn)
         return torch.tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
     return pytree.tree_map(convert, tree)

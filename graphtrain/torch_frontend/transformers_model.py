@@ -48,7 +48,7 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
         )
     hf_config.use_cache = False
     options: dict[str, Any] = {"dtype": torch.float32}
-    if getattr(hf_config, "num_experts_per_tok", None) is not None:
+    if private_torch.accepts_experts(model_class):
         from graphtrain.torch_frontend.experts import register
 
         options["experts_implementation"] = register()
@@ -104,5 +104,5 @@ def _explain_config_errors(model_type: str) -> Iterator[None]:
 def use_transformers_implementations(module: Any) -> None:
     """Switch a model to transformers' own attention and experts, as the reference for parity."""
     module.set_attn_implementation(module.get_correct_attn_implementation(None))
-    if hasattr(module.config, "num_experts_per_tok"):
+    if private_torch.accepts_experts(type(module)):
         module.set_experts_implementation("eager")

@@ -298,6 +298,25 @@ class GivenBlock(nn.Module):
         return x + self.drop(self.up(x).tanh()) * beside
 
 
+class Decay(torch.nn.Module):
+    """Initial values computed from those of parameters, as in Kimi Linear and Bailing."""
+
+    def __init__(self, vocab: int = 16) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(vocab, EMBED)
+        self.head = torch.nn.Linear(EMBED, vocab)
+        self.rate = torch.nn.Parameter(torch.empty(64))
+        self.nothing = torch.nn.Parameter(torch.empty(64))
+        with torch.no_grad():
+            self.rate.copy_(torch.nn.init.uniform_(self.rate, a=1.0, b=16.0).log())
+            torch.nn.init.normal_(self.nothing, std=3.0)
+            twice = self.nothing + self.nothing
+            self.nothing.copy_(twice - self.nothing * 2.0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens) * self.rate.mean() + self.nothing.mean())
+
+
 class TimeSteps(torch.nn.Module):
     """A bias that begins as the inverse softplus of random time steps, as in Mamba."""
 

@@ -28,3 +28,12 @@ def test_changes_of_the_data_and_by_operators_are_repeated():
     initial = open_model(model).initialize(jax.random.key(0))
     np.testing.assert_array_equal(initial["head"]["bias"], 0.5)
     assert 2.5 < float(initial["head"]["weight"].std()) < 3.5
+
+
+def test_values_computed_from_those_of_a_parameter_are_drawn_once():
+    model = TorchModel(torch=f"{MODULES}:Decay", vocab=16, dtype="float32", remat="none")
+    initial = open_model(model).initialize(jax.random.key(0))
+    rates = np.exp(np.asarray(initial["rate"]))
+    assert rates.min() >= 1.0 - 1e-5 and rates.max() <= 16.0 + 1e-4
+    assert len(np.unique(rates)) > 60
+    np.testing.assert_array_equal(initial["nothing"], 0.0)
