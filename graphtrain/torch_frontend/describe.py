@@ -37,6 +37,9 @@ def describe(model: TorchModel, store: Path) -> Iterator[str]:
                 f"{block_list.name}: {block_list.count} blocks traced one by one, because "
                 f"{block_list.reason}"
             )
+    if names := sorted(opened.untrained):
+        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        yield f"{names[0]}{others}: get no gradient, so they stay as they are"
     specs = opened.specs()
     for path, names in opened.parameter_names_by_path().items():
         named = opened.axes[names[0]]

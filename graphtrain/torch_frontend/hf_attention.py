@@ -7,6 +7,8 @@ materialised.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,7 @@ from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend import private_torch
 
 IMPLEMENTATION = "graphtrain"
+_DISTINGUISHES_MASKS = '_attn_implementation in ("eager", "sdpa")'
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ def register() -> None:
 
 def uses_attention_interface(kind: Any, config: Any) -> bool:
     """Return true if a model class calls the implementation for all of its attention."""
+    if _DISTINGUISHES_MASKS in inspect.getsource(sys.modules[kind.__module__]):
+        return False  # sparse attention, as of DeepSeek-V3.2, which changes the mask's values
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return private_torch.accepts_attention(kind) and (private_torch.supports_sdpa(kind) or capped)
 

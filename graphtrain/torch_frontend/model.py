@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax.extend.core import Literal
 
 from graphtrain.config.hf_config import read_config
 from graphtrain.config.user_code import add_to_path
@@ -113,8 +114,7 @@ def _open_strict(opened: OpenedModel, reason: str) -> OpenedModel:
         for blocks in find_stacks(opened.meta.module)
     )
     opened = replace(opened, block_lists=block_lists, strict=reason)
-    opened.check()
-    return opened
+    return replace(opened, untrained=opened.check())
 
 
 def _open_traced(opened: OpenedModel) -> OpenedModel:
@@ -123,8 +123,7 @@ def _open_traced(opened: OpenedModel) -> OpenedModel:
     while True:
         opened = replace(opened, block_lists=tuple(block_lists))
         try:
-            opened.check()
-            return opened
+            return replace(opened, untrained=opened.check())
         except BlocksDiffer as error:
             stack = error.stack
             unrolled = UnrolledBlocks(stack.name, stack.count, error.reason)
@@ -209,6 +208,7 @@ class OpenedModel:
     axes: dict[str, NamedAxes]  # array axes of every parameter, by name
     balance: LoadBalancing | None = None  # load-balancing loss of a mixture of experts
     strict: str = ""  # why the strict front end is used; empty: the module is traced by JAX
+    untrained: frozenset[str] = frozenset()  # paths of arrays on which the logits do not depend
 
     @property
     def stacks(self) -> list[Stack]:
@@ -253,12 +253,17 @@ class OpenedModel:
                 )
             if self.is_stacked(path):
                 shape, axes = (len(names), *shape), ("layers", *axes)
-            role = "parameter" if parameters[names[0]].requires_grad else "constant"
+            # As in PyTorch, a parameter without a gradient is not updated, nor decayed.
+            is_trained = parameters[names[0]].requires_grad and path not in self.untrained
+            role = "parameter" if is_trained else "constant"
             specs[path] = ArraySpec(shape, axes, "float32", role)
         return specs
 
-    def check(self) -> None:
+    def check(self) -> frozenset[str]:
         """Trace the module once, to check that it can be traced and that stacked blocks agree.
+
+        Returns:
+            Paths of the arrays that get no gradient, such as an indexer of sparse attention.
 
         Raises:
             BlocksDiffer: blocks of a stack differ.
@@ -270,13 +275,21 @@ class OpenedModel:
         }
         tokens = jax.ShapeDtypeStruct(_TOKENS, jnp.int32)
         key = jax.eval_shape(lambda: jax.random.key(0))
-        jax.eval_shape(
-            lambda arrays, tokens, key: self._logits(
-                self.cast_parameters(arrays), tokens, key, verify=True
-            ),
-            arrays,
-            tokens,
-            key,
+
+        def total(arrays: dict[str, Any], tokens: jax.Array, key: jax.Array) -> jax.Array:
+            return self._logits(self.cast_parameters(arrays), tokens, key, verify=True).sum()
+
+        traced = jax.make_jaxpr(jax.grad(total))(arrays, tokens, key).jaxpr
+        zeros = {
+            out
+            for equation in traced.eqns
+            if equation.primitive.name == "broadcast_in_dim"
+            for out in equation.outvars
+            if isinstance(equation.invars[0], Literal) and equation.invars[0].val == 0
+        }
+        paths = sorted(arrays)  # the order of a dict's leaves
+        return frozenset(
+            path for path, out in zip(paths, traced.outvars, strict=True) if out in zeros
         )
 
     def initialize(self, key: jax.Array) -> Tree:

@@ -58,6 +58,7 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
     with _explain_config_errors(model_type):
         model = AutoModelForCausalLM.from_config(hf_config, **options)
     store_buffers_as_parameters(model)
+    list_tied_sources_first(model)
     return model
 
 
@@ -70,6 +71,20 @@ def with_special_floats(value: Any) -> Any:
     if isinstance(value, list):
         return [with_special_floats(inner) for inner in value]
     return value
+
+
+def list_tied_sources_first(module: Any) -> None:
+    """Let PyTorch list a tied weight by the name that it has in folders: that of its source.
+
+    CamemBERT and its kin construct the head before the embeddings.
+    """
+    for tied, source in dict(module._tied_weights_keys or {}).items():
+        head = tied.partition(".")[0]
+        names = list(module._modules)
+        if names.index(head) < names.index(source.partition(".")[0]):
+            child = getattr(module, head)
+            delattr(module, head)
+            setattr(module, head, child)
 
 
 def store_buffers_as_parameters(module: torch.nn.Module) -> None:
