@@ -29,7 +29,7 @@ from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend import private_torch
 
 IMPLEMENTATION = "graphtrain"
-_DISTINGUISHES_MASKS = '_attn_implementation in ("eager", "sdpa")'
+_READS_MASK = "attention_mask.dtype"
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def register() -> None:
 
 def uses_attention_interface(kind: Any, config: Any) -> bool:
     """Return true if a model class calls the implementation for all of its attention."""
-    if _DISTINGUISHES_MASKS in inspect.getsource(sys.modules[kind.__module__]):
-        return False  # sparse attention, as of DeepSeek-V3.2, which changes the mask's values
+    if _READS_MASK in inspect.getsource(sys.modules[kind.__module__]):
+        return False  # sparse attention, as of DeepSeek-V3.2, changes the values of the mask
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return private_torch.accepts_attention(kind) and (private_torch.supports_sdpa(kind) or capped)
 

@@ -127,13 +127,13 @@ class _Recorder(TorchFunctionMode):
         if (func == _DATA or name in _VIEWS) and isinstance(first, torch.nn.Parameter):
             self._aliases[id(result)] = first
             self._seen.append(result)
-        elif changed is result and name in _OVERWRITING:
+        elif isinstance(changed, torch.nn.Parameter) and changed is result and name in _OVERWRITING:
             others = {key: value for key, value in kwargs.items() if value is not changed}
             self._random.record_overwriting(changed, func, args[1:], others)
         else:
             self._random.record(func, args, kwargs, result)
-            if changed is not first and name[-1:] == "_":
-                self._random.forget(changed)  # changed by way of its .data or a view
+            if isinstance(changed, torch.nn.Parameter) and changed is not first:
+                self._random.forget(changed)  # its .data or a view may have been changed
         return result
 
     @contextmanager

@@ -27,6 +27,16 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_INTEGERS = {
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+# Dtypes that a file may have. Integers are never weights, which might be quantized.
+FILE_CODES = DTYPE_CODES | {dtype: code for code, dtype in _INTEGERS.items()}
 _TORCH = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _MOST_HEADER = 100 << 20  # bytes; the limit of the safetensors library
 
@@ -98,6 +108,13 @@ class SafetensorsFiles:
         array = np.fromfile(entry.path, self.dtype(name), count, offset=entry.offset)
         return array.reshape(entry.shape)
 
+    def constant(self, name: str) -> np.ndarray:
+        """Return an array that is no weight, and may consist of integers."""
+        entry = self._entries[name]
+        dtype = _INTEGERS.get(entry.code) or self.dtype(name)
+        array = np.fromfile(entry.path, dtype, math.prod(entry.shape), offset=entry.offset)
+        return array.reshape(entry.shape)
+
     def part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Return a part of an array, and read only that part."""
         entry = self._entries[name]
@@ -159,6 +176,11 @@ class BinFiles:
         # The file is mapped again for each array: mapped pages stay in memory until it is closed.
         tensor = _load_bin(self._where[name])[name]
         return as_numpy(tensor, self.dtype(name)).copy()
+
+    def constant(self, name: str) -> np.ndarray:
+        """Return an array that is no weight, and may consist of integers."""
+        tensor = _load_bin(self._where[name])[name]
+        return self.read(name) if tensor.is_floating_point() else tensor.numpy().copy()
 
 
 def as_numpy(tensor: Any, dtype: np.dtype) -> np.ndarray:
@@ -228,7 +250,7 @@ def _supported_dtype(name: str, code: str) -> np.dtype:
 
 def open_weight_files(
     directory: Path, stem: str = "model", bin_stem: str = "pytorch_model"
-) -> WeightFiles:
+) -> SafetensorsFiles | BinFiles:
     """Open the weights in a folder: safetensors if there are any, else .bin.
 
     Args:

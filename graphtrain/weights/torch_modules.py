@@ -7,6 +7,7 @@ their names, which differ in the layer index.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import numpy as np
 from graphtrain.config.hf_config import read_config
 from graphtrain.errors import WeightsError
 from graphtrain.weights.expert_files import Index, ModuleFiles
-from graphtrain.weights.files import WeightFiles, numpy_dtype_of, open_weight_files
+from graphtrain.weights.files import numpy_dtype_of, open_weight_files
 from graphtrain.weights.writer import MAX_FILE_BYTES, SafetensorsWriter
 from lowering.machine.extras import optional_import
 from lowering.machine.target import Target
@@ -119,7 +120,7 @@ class HuggingFaceWeights:
             assert names is not None
             stored = module.module.state_dict()
             unread = [name for name in self._unread(names) if name not in stored]
-        _refuse([*unread, *_changed_buffers(module, self._files)], self._directory)
+        _refuse([*unread, *self._changed_buffers(module)], self._directory)
         return names
 
     def _unread(self, names: Mapping[str, str | np.ndarray]) -> list[str]:
@@ -132,6 +133,22 @@ class HuggingFaceWeights:
             for source in self._folder.sources(name)
         }
         return [name for name in self._files.names if name not in read]
+
+    def _changed_buffers(self, module: MetaModule) -> list[str]:
+        """Return the persistent buffers whose values in the folder are not those of the module.
+
+        Such buffers are constants of the compiled program.
+        """
+        sources = {
+            name: self._folder.sources(name)
+            for name in stored_buffers(module)
+            if name in self._folder.names
+        }
+        return [
+            name
+            for name, (source, *_) in sources.items()
+            if not np.array_equal(self._files.constant(source), stored_buffers(module)[name])
+        ]
 
     def _part(self, name: str | None, index: Index) -> np.ndarray:
         if name is None:  # a padding row of a stage
@@ -176,18 +193,10 @@ def _module_of(model: TorchModel) -> MetaModule:
     return build_on_meta(factory(model))
 
 
-def _changed_buffers(module: MetaModule, files: WeightFiles) -> list[str]:
-    """Return the persistent buffers whose values in the folder are not those of the module.
-
-    Such buffers are constants of the compiled program.
-    """
-    stored = module.module.state_dict().keys() & set(files.names)
-    return [
-        name
-        for name, buffer in module.buffers.items()
-        if name in stored
-        and not np.array_equal(files.read(name).astype(np.float64), buffer.double().numpy())
-    ]
+def stored_buffers(module: MetaModule) -> dict[str, np.ndarray]:
+    """Return the constants of a module that folders contain, such as the tables of hash routing."""
+    stored = module.module.state_dict()
+    return {name: one.numpy() for name, one in module.buffers.items() if name in stored}
 
 
 def _refuse(names: list[str], directory: Path) -> None:
@@ -282,16 +291,24 @@ def export(
     host = Target.parse("cpu:1")
     lowering.backend(host).compile_devices(host)  # keeps JAX from initialising other devices
     opened, stages = TorchLanguageModel(model).opened(), program.stages
-    shapes = {name: tuple(parameter.shape) for name, parameter in opened.meta.parameters().items()}
+    buffers = stored_buffers(opened.meta)
+    parameters = {name: tuple(one.shape) for name, one in opened.meta.parameters().items()}
     published = None
     if model.hf is not None:
         from graphtrain.weights.published import SavedTensors
 
+        shapes = parameters | {name: buffer.shape for name, buffer in buffers.items()}
         published = SavedTensors(opened.meta.module, shapes)
-    tensors = published.shapes if published else shapes
+    constants: dict[str, np.ndarray] = {}  # they keep their dtype
+    for name, buffer in buffers.items():
+        constants |= dict(published.add(name, buffer) if published else [(name, buffer)])
+    tensors = published.shapes if published else parameters
     written_dtype = numpy_dtype_of("--dtype", dtype)
     specs = {name: (written_dtype, shape) for name, shape in tensors.items()}
+    specs |= {name: (array.dtype, array.shape) for name, array in constants.items()}
     writer = SafetensorsWriter(destination, specs, max_file_bytes)
+    for name, array in constants.items():
+        writer.write(name, array)
     stored = opened.parameter_names_by_path()
     for num_written, (path, names) in enumerate(stored.items()):
         progress(num_written, len(stored))
@@ -301,8 +318,8 @@ def export(
             for written, tensor in published.add(name, row) if published else [(name, row)]:
                 writer.write(written, tensor.astype(written_dtype, copy=False))
     writer.close()
-    num_parameters = sum(int(np.prod(shape)) for shape in tensors.values())
-    return _write_config(model, destination, dtype), num_parameters, len(tensors)
+    num_parameters = sum(math.prod(shape) for shape in parameters.values())
+    return _write_config(model, destination, dtype), num_parameters, len(specs)
 
 
 def _block_rows(array: np.ndarray, stages: Stages | None) -> np.ndarray:

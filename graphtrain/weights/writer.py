@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from graphtrain.weights.files import DTYPE_CODES
+from graphtrain.weights.files import FILE_CODES
 
 MAX_FILE_BYTES = 5_000_000_000  # bytes per file; the default limit of transformers
 _COPY_BLOCK_BYTES = 16 << 20  # bytes copied at once
@@ -77,7 +77,7 @@ class SafetensorsWriter:
         for name, (dtype, shape) in arrays.items():
             begin, end = end, end + _size(dtype, shape)
             header[name] = {
-                "dtype": DTYPE_CODES[dtype],
+                "dtype": FILE_CODES[dtype],
                 "shape": list(shape),
                 "data_offsets": [begin, end],
             }

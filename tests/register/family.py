@@ -151,7 +151,7 @@ def _weights(model: TorchModel, folder: Path) -> str:
     from safetensors.numpy import load_file
 
     from graphtrain.weights.published import SavedTensors
-    from graphtrain.weights.torch_modules import HuggingFaceWeights
+    from graphtrain.weights.torch_modules import HuggingFaceWeights, stored_buffers
 
     opened, module = open_model(model), factory(model)()
     with torch.no_grad():
@@ -174,10 +174,10 @@ def _weights(model: TorchModel, folder: Path) -> str:
         if not np.array_equal(found[path], array):
             raise Mismatch(f"{path} is not what the folder contains")
     saved = load_file(folder / "model.safetensors")
-    shapes = {name: tuple(one.shape) for name, one in opened.meta.parameters().items()}
-    tensors = SavedTensors(opened.meta.module, shapes)
+    arrays = unstack_weights(opened, found) | stored_buffers(opened.meta)
+    tensors = SavedTensors(opened.meta.module, {name: one.shape for name, one in arrays.items()})
     written: dict[str, np.ndarray] = {}
-    for name, array in unstack_weights(opened, found).items():
+    for name, array in arrays.items():
         written |= dict(tensors.add(name, array))
     _compare_folders(written, saved)
     return f"{len(saved)} tensors"

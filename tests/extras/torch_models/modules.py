@@ -298,6 +298,24 @@ class GivenBlock(nn.Module):
         return x + self.drop(self.up(x).tanh()) * beside
 
 
+class HashRouted(torch.nn.Module):
+    """A table of integers that folders contain, a matrix that chooses, and one that is not used."""
+
+    def __init__(self, vocab: int = 16) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(vocab, EMBED)
+        self.chooser = torch.nn.Linear(EMBED, EMBED, bias=False)
+        self.unused = torch.nn.Linear(EMBED, EMBED)
+        self.head = torch.nn.Linear(EMBED, vocab)
+        self.register_buffer("experts", torch.arange(vocab) % EMBED)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        chosen = self.chooser(x).topk(2, dim=-1).indices
+        mask = torch.zeros_like(x).scatter(-1, chosen, 1.0)
+        return self.head(x * (mask + torch.nn.functional.one_hot(self.experts[tokens], EMBED)))
+
+
 class Decay(torch.nn.Module):
     """Initial values computed from those of parameters, as in Kimi Linear and Bailing."""
 

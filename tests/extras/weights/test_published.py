@@ -1,5 +1,6 @@
 """Folders as transformers publishes and saves them: experts one by one, buffers, other names."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,7 @@ from graphtrain.errors import WeightsError
 from graphtrain.torch_frontend.model import OpenedModel, factory, open_model
 from graphtrain.torch_frontend.parity import stack_weights, unstack_weights
 from graphtrain.weights.published import SavedTensors
-from graphtrain.weights.torch_modules import HuggingFaceWeights
+from graphtrain.weights.torch_modules import HuggingFaceWeights, stored_buffers
 from lowering.trees import flatten, unflatten
 
 VOCAB = 40
@@ -41,6 +42,12 @@ CONFIGS = {
     ),
     # Experts under other names in folders than in the module, and a router that is renamed.
     "phimoe": lambda: transformers.PhimoeConfig(**SIZES, num_local_experts=3),
+    # Tied weights whose name in folders is not the first in the module; a module that is not used.
+    "camembert": lambda: transformers.CamembertConfig(
+        **{name: SIZES[name] for name in SIZES if name in vars(transformers.CamembertConfig())},
+        is_decoder=True,
+        add_cross_attention=True,
+    ),
 }
 
 
@@ -84,9 +91,10 @@ def test_a_saved_folder_is_read_and_written_bit_for_bit(saved):
     for path, array in stack_weights(opened, values(module)).items():
         np.testing.assert_array_equal(found[path], array, err_msg=path)
 
-    shapes = {name: tuple(one.shape) for name, one in opened.meta.parameters().items()}
+    arrays = unstack_weights(opened, found) | stored_buffers(opened.meta)
+    shapes = {name: one.shape for name, one in arrays.items()}
     tensors, written = SavedTensors(opened.meta.module, shapes), {}
-    for name, array in unstack_weights(opened, found).items():
+    for name, array in arrays.items():
         written |= dict(tensors.add(name, array))
     expected = load_file(folder / "model.safetensors")
     assert written.keys() == expected.keys()
@@ -110,3 +118,18 @@ def test_a_missing_buffer_is_named(saved, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=r"does not contain .*e_score_correction_bias"):
         read(model, tmp_path, open_model(model))
+
+
+def test_a_table_of_integers_must_be_that_of_the_module(tmp_path):
+    modules = Path(__file__).parents[1] / "torch_models/modules.py"
+    model = TorchModel(torch=f"{modules}:HashRouted", vocab=16, dtype="float32", remat="none")
+    tensors = {name: tensor.numpy() for name, tensor in factory(model)().state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    opened = open_model(model)
+    np.testing.assert_array_equal(
+        read(model, tmp_path, opened)["head/weight"], tensors["head.weight"]
+    )
+    tensors["experts"][3] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match="experts"):
+        read(model, tmp_path, opened)
