@@ -6,6 +6,7 @@ activations, norms and routers stay those of the default.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 VOCAB = 96
@@ -77,14 +78,26 @@ def tiny_config(model_type: str) -> str:
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(model_type)
-    names = dict(getattr(default, "attribute_map", {}))
+    small = _small(default.to_dict(), dict(getattr(default, "attribute_map", {})))
+    small |= _OWN.get(model_type, {})
+    return AutoConfig.for_model(model_type, **small).to_json_string(use_diff=False)
+
+
+def _small(written: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings that make a configuration small, and those inside it.
+
+    Args:
+        written: The default configuration, as in config.json.
+        names: Names under which the configuration stores others.
+    """
     small: dict[str, Any] = {}
-    written = default.to_dict()
     for name, size in _SIZES.items():
         stored = names.get(name, name)
         value = written.get(stored)
         if isinstance(value, int) and not isinstance(value, bool):
             small[stored] = size
+        elif name == "num_experts_per_tok" and stored in written:
+            small[stored] = size  # DeepSeek-V2 has no default
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if written.get(name) is not None:
             small[name] = 1
@@ -97,8 +110,9 @@ def tiny_config(model_type: str) -> str:
     small |= {name: 0.0 for name, rate in written.items() if "drop" in name and _is_rate(rate)}
     if "kv_lora_rank" in small and "num_key_value_heads" in small:
         small["num_key_value_heads"] = _HEADS  # latent attention expands keys to all heads
-    small |= _OWN.get(model_type, {})
-    return AutoConfig.for_model(model_type, **small).to_json_string(use_diff=False)
+    if isinstance(text := written.get("text_config"), dict):
+        small["text_config"] = text | _small(text, {}) | _OWN.get(text.get("model_type", ""), {})
+    return small
 
 
 def _is_rate(value: Any) -> bool:
