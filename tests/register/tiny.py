@@ -111,7 +111,8 @@ def _small(written: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
     if "kv_lora_rank" in small and "num_key_value_heads" in small:
         small["num_key_value_heads"] = _HEADS  # latent attention expands keys to all heads
     if isinstance(text := written.get("text_config"), dict):
-        small["text_config"] = text | _small(text, {}) | _OWN.get(text.get("model_type", ""), {})
+        kind = text.get("model_type", "")
+        small["text_config"] = {"model_type": kind} | _small(text, {}) | _OWN.get(kind, {})
     return small
 
 
