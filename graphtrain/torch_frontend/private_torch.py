@@ -22,6 +22,7 @@ __all__ = [
     "DataDependentOutputException",
     "FakeTensorMode",
     "accepts_attention",
+    "accepts_experts",
     "causal_model_class",
     "environment_of",
     "export_joint",
@@ -31,6 +32,7 @@ __all__ = [
     "set_array",
     "storage_id",
     "supports_sdpa",
+    "tied_weights",
     "writes",
 ]
 
@@ -112,6 +114,11 @@ def accepts_experts(kind: Any) -> bool:
 def supports_sdpa(kind: Any) -> bool:
     """Return whether a model class computes attention as scaled_dot_product_attention does."""
     return kind._supports_sdpa
+
+
+def tied_weights(model: Any) -> dict[str, str]:
+    """Return the names of a model's tied weights, with the names that folders have for them."""
+    return dict(model._tied_weights_keys or {})
 
 
 def has_default_gate(experts: Any) -> bool:

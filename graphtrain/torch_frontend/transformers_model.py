@@ -78,9 +78,9 @@ def list_tied_sources_first(module: Any) -> None:
 
     CamemBERT and its kin construct the head before the embeddings.
     """
-    for tied, source in dict(module._tied_weights_keys or {}).items():
+    for tied, source in private_torch.tied_weights(module).items():
         head = tied.partition(".")[0]
-        names = list(module._modules)
+        names = [name for name, _ in module.named_children()]
         if names.index(head) < names.index(source.partition(".")[0]):
             child = getattr(module, head)
             delattr(module, head)

@@ -26,6 +26,8 @@ REMEDIES = {
     "causal_model_class": "transformers/models/auto/auto_factory.py: find the mapping that "
     "from_config reads.",
     "accepts_attention": "transformers/modeling_utils.py: find what set_attn_implementation asks.",
+    "accepts_experts": "transformers/modeling_utils.py: find what set_experts_implementation asks.",
+    "tied_weights": "transformers/modeling_utils.py: find which of two tied weights is saved.",
     "supports_sdpa": "transformers/modeling_utils.py: find the flag of sdpa.",
     "has_default_gate": "transformers/integrations/moe.py: find the default gate of experts.",
     "FakeTensorMode": "torch/_subclasses/fake_tensor.py: find the mode and its errors.",
@@ -102,6 +104,16 @@ def test_transformers_tells_the_class_of_a_configuration_and_its_attention():
     assert private_torch.accepts_attention(kind) is True
     assert private_torch.supports_sdpa(kind) is True
     assert private_torch.causal_model_class(transformers.ViTConfig()) is None
+
+
+@canary("accepts_experts", "tied_weights")
+def test_experts_can_be_chosen_and_tied_weights_are_known():
+    assert private_torch.accepts_experts(transformers.MixtralForCausalLM) is True
+    assert private_torch.accepts_experts(transformers.GPT2LMHeadModel) is False
+    with torch.device("meta"):
+        model = transformers.CamembertForCausalLM(transformers.CamembertConfig(is_decoder=True))
+    source = "roberta.embeddings.word_embeddings.weight"
+    assert private_torch.tied_weights(model)["lm_head.decoder.weight"] == source
 
 
 @canary("has_default_gate")
