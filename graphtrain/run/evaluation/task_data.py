@@ -64,7 +64,7 @@ class TaskData:
 
     @property
     def place(self) -> str:
-        """Where the rows that are evaluated are, for error messages."""
+        """File or split of the rows that are evaluated, for error messages."""
         return str(self.files.get(self.evaluated, f"the split {self.evaluated}"))
 
     @property
