@@ -109,6 +109,21 @@ def test_log_probabilities_belong_to_their_tokens(client):
     assert logprobs.top_logprobs[2] == {"O": -1.0, "P": -2.0, "Q": -3.0}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_token_that_ends_a_text_has_a_log_probability(client, stream):
+    """lm-eval asks for one token after a text, and takes the last entry to be that one."""
+    answer = client.completions.create(
+        **{"model": "toy", "prompt": "a:", "max_tokens": 1, "logprobs": 1, "echo": True},
+        extra_body={"stop_token_ids": list(b"O")},
+        stream=stream,
+    )
+    choices = [c for chunk in (answer if stream else [answer]) for c in chunk.choices]
+    scores = [score for c in choices if c.logprobs for score in c.logprobs.token_logprobs]
+    assert len(scores) == 3 and scores[-1] == -1.0
+    assert "".join(choice.text for choice in choices) == "a:"
+    assert choices[-1].finish_reason == "stop"
+
+
 def test_a_prompt_is_scored_without_generating(client):
     answer = client.completions.create(
         model="toy", prompt=list(b"ab"), max_tokens=0, logprobs=1, echo=True, temperature=0

@@ -232,6 +232,7 @@ class Scheduler:
             index=sequence.index,
             text=text + rest,
             tokens=tokens + rest_tokens,
+            stop_token=sequence.text.stop_token,
             finish_reason=reason,
             usage=sequence.usage(time.monotonic()),
         )

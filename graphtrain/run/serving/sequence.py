@@ -64,6 +64,7 @@ class Update:
     index: int  # of the sequence in its request
     text: str = ""  # that follows the text of the updates before
     tokens: tuple[TextToken, ...] = ()  # whose text ends in the text so far
+    stop_token: TextToken | None = None  # that ended the sequence, and is not in its text
     scores: tuple[TokenChoice | None, ...] = ()  # answer to a ScoreRequest
     finish_reason: FinishReason | None = None
     usage: Usage | None = None  # with the last update
@@ -108,6 +109,7 @@ class GeneratedText:
         self._held: list[_HeldToken] = []
         self._is_cut = False  # by a stop string
         self.is_stopped = False
+        self.stop_token: TextToken | None = None
 
     def push(self, choices: Sequence[TokenChoice]) -> tuple[str, tuple[TextToken, ...]]:
         """Add tokens; return the text that is complete with them, and its tokens.
@@ -119,7 +121,10 @@ class GeneratedText:
             if choice.token in self._stop_tokens:
                 self.is_stopped = True
                 text += self._rest()
-                return text, self._release(text, everything=not self._is_cut)
+                tokens = self._release(text, everything=not self._is_cut)
+                if not self._is_cut:
+                    self.stop_token = TextToken(choice, self._released)
+                return text, tokens
             added = self._detokenizer.push(choice.token)
             begin = self._detokenizer.begin
             token = TextToken(choice, self._decoded + begin)

@@ -112,6 +112,18 @@ def test_a_stop_token_ends_the_text_and_is_no_part_of_it():
     assert generated([97, 0xC3, 7], stop_tokens=(7,)) == ("a\ufffd", b"a\xc3", True)
 
 
+def test_the_stop_token_is_kept_apart_unless_a_string_ended_the_text_before_it():
+    request = SequenceRequest(
+        prompt=(1,), sampling=SamplingParameters(stop_tokens=(7,)), stop=("--",)
+    )
+    for tokens, stop_token in (([97, 98, 7, 99], (7, 2)), (b"ab--\x07", None), (b"ab", None)):
+        text = GeneratedText(request, BYTES.decode)
+        text.push([TokenChoice(token, 0.0) for token in tokens])
+        text.finish()
+        found = text.stop_token and (text.stop_token.choice.token, text.stop_token.offset)
+        assert found == stop_token
+
+
 def test_a_token_begins_after_parts_of_characters_that_are_none():
     text = GeneratedText(SequenceRequest(prompt=(1,), sampling=SamplingParameters()), BYTES.decode)
     added, tokens = text.push([TokenChoice(token, 0.0) for token in b"a\xe6\x97bc"])

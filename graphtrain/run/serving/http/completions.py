@@ -14,7 +14,7 @@ from graphtrain.run.serving.http.responses import (
     usage_of,
 )
 from graphtrain.run.serving.http.submission import Sequence, Submission
-from graphtrain.run.serving.sequence import mean_log_prob
+from graphtrain.run.serving.sequence import TextToken, Update, mean_log_prob
 from graphtrain.run.serving.worker import OpenedModel
 
 
@@ -38,13 +38,24 @@ def completion_result(
         for sample in samples:
             logprobs = None
             if request.logprobs is not None:
-                logprobs = answer.completion_logprobs(sample.tokens, request.logprobs, len(text))
+                logprobs = answer.completion_logprobs(
+                    _with_stop_token(sample), request.logprobs, len(text)
+                )
                 logprobs = logprobs if begin is None else joined_logprobs(begin, logprobs)
             choices.append(
                 completion_choice(len(choices), text + sample.text, logprobs, sample.finish_reason)
             )
     usage = usage_of(prepared.prompts, (sequence.usage for sequence in generated))
     return answer.whole(choices, usage)
+
+
+def _with_stop_token(sequence: Sequence | Update) -> list[TextToken]:
+    """Return the tokens that usage counts, as vLLM does: with one that ended the text.
+
+    lm-eval asks for one token after a text, and takes the last entry to be that one.
+    """
+    stop = sequence.stop_token
+    return [*sequence.tokens] if stop is None else [*sequence.tokens, stop]
 
 
 def _best(samples: list[Sequence], count: int) -> list[Sequence]:
@@ -83,7 +94,7 @@ async def completion_chunks(
         logprobs = None
         if request.logprobs is not None:
             shift = shifts[update.index // prepared.samples]
-            logprobs = answer.completion_logprobs(update.tokens, request.logprobs, shift)
+            logprobs = answer.completion_logprobs(_with_stop_token(update), request.logprobs, shift)
         choice = completion_choice(update.index, update.text, logprobs, update.finish_reason)
         yield answer.chunk([choice])
     if request.stream_options is not None and request.stream_options.include_usage:

@@ -28,6 +28,7 @@ class Sequence:
 
     text: str = ""
     tokens: list[TextToken] = field(default_factory=list)
+    stop_token: TextToken | None = None
     scores: tuple[TokenChoice | None, ...] = ()
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
@@ -36,7 +37,7 @@ class Sequence:
         self.text += update.text
         self.tokens += update.tokens
         self.scores, self.finish_reason = update.scores, update.finish_reason
-        self.usage = update.usage
+        self.stop_token, self.usage = update.stop_token, update.usage
 
 
 class Submission:
