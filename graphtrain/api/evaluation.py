@@ -94,11 +94,6 @@ def evaluate_tasks(
     from graphtrain.run.evaluation.task_settings import TaskSettings
     from graphtrain.run.serving.weights import check_step
 
-    template = chat_template if apply_chat_template else None
-    peers = _Peers(coordinator, processes, rank)
-    model = _Model.of(run, template, bos, target, set, cache, peers, compile_hint)
-    chosen = named_step(model.checkpoints, step)
-    check_step(model.config.run, chosen)
     settings = TaskSettings(
         tasks=tuple(tasks),
         data=None if data is None else Path(data),
@@ -106,6 +101,11 @@ def evaluate_tasks(
         fewshot=fewshot,
         allow_code=allow_code,
     )
+    template = _template_of(chat_template, applied=apply_chat_template)
+    peers = _Peers(coordinator, processes, rank)
+    model = _Model.of(run, template, bos, target, set, cache, peers, compile_hint)
+    chosen = named_step(model.checkpoints, step)
+    check_step(model.config.run, chosen)
     return evaluate(settings, lambda: model.open(chosen), *model.identity(chosen), on_progress)
 
 
@@ -168,8 +168,6 @@ def evaluate_steps(
     peers = _Peers(coordinator, processes, rank)
     if not tasks:
         return _losses_of_steps(run, steps, target, set, cache, peers, compile_hint, on_step)
-    template = chat_template if apply_chat_template else None
-    model = _Model.of(run, template, bos, target, set, cache, peers, compile_hint)
     settings = TaskSettings(
         tasks=tuple(tasks),
         data=None if data is None else Path(data),
@@ -177,6 +175,8 @@ def evaluate_steps(
         fewshot=fewshot,
         allow_code=allow_code,
     )
+    template = _template_of(chat_template, applied=apply_chat_template)
+    model = _Model.of(run, template, bos, target, set, cache, peers, compile_hint)
 
     def open_step(step: int) -> tuple[RowEngine, TextFormat]:
         on_step(step)
@@ -184,6 +184,18 @@ def evaluate_steps(
 
     chosen = _steps_of(model.checkpoints, steps)
     return evaluate(settings, chosen, open_step, model.identity, on_progress)
+
+
+def _template_of(name: str, *, applied: bool) -> str | None:
+    """Return the chat template of prompts; None if they are no conversations."""
+    from graphtrain.errors import GraphtrainError
+    from graphtrain.run.serving.chat_format import OWN_TEMPLATE
+
+    if not applied and name != OWN_TEMPLATE:
+        raise GraphtrainError(
+            f"chat_template = {name!r}: has no effect without apply_chat_template = True"
+        )
+    return name if applied else None
 
 
 def _losses_of_steps(

@@ -317,10 +317,13 @@ def _check_options(*, with_tasks: bool, with_steps: bool) -> None:
     default = click.core.ParameterSource.DEFAULT
     environment = click.core.ParameterSource.ENVIRONMENT
     refused = _LOSS_OPTIONS if with_tasks else _TASK_OPTIONS
+    plain_prompts = with_tasks and not context.params["apply_chat_template"]
     for parameter in context.command.params:
         name, word = parameter.name or "", parameter.opts[0]
         if context.get_parameter_source(name) in (default, environment):
             continue
+        if plain_prompts and name == "chat_template":
+            raise click.UsageError(f"{word} needs --apply-chat-template")
         if with_steps and name in _NOT_OF_CURVES:
             raise click.UsageError(f"--steps leaves {word} without effect")
         if not with_steps and name == "plot":

@@ -3,7 +3,9 @@
 import pytest
 from click.testing import CliRunner
 
+from graphtrain.api.evaluation import evaluate_steps, evaluate_tasks
 from graphtrain.cli.evaluate import command
+from graphtrain.errors import GraphtrainError
 
 
 @pytest.mark.parametrize(
@@ -16,6 +18,7 @@ from graphtrain.cli.evaluate import command
         (["--steps", "all", "--step", "3"], "--steps leaves --step without effect"),
         (["--steps", "all", "--tasks", "a", "--samples", "s"], "--steps leaves --samples without"),
         (["--steps", "all", "--limit", "3"], "--limit needs --tasks"),
+        (["--tasks", "a", "--chat-template", "b"], "--chat-template needs --apply-chat-template"),
         (["--steps", "1,x"], "'1,x' is neither all nor steps separated by commas"),
         (["--steps", "all", "--plot", "a.pdf"], "a.pdf: the name has to end in .svg or .png"),
         (["--plot", "a.svg"], "--plot needs --steps"),
@@ -27,3 +30,19 @@ def test_an_option_without_effect_is_refused(words, message, tmp_path):
     result = CliRunner().invoke(command, [str(config), *words])
     assert result.exit_code == 2
     assert message in result.output
+
+
+@pytest.mark.parametrize("function", [evaluate_tasks, evaluate_steps])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"chat_template": "chatml"}, "'chatml': has no effect without apply_chat_template = True"),
+        ({"limit": -1}, "limit = -1: must be an integer, at least 1, or None"),
+        ({"limit": 0}, "limit = 0: must be"),
+        ({"limit": 2.5}, "limit = 2.5: must be"),
+        ({"fewshot": -1}, "fewshot = -1: must be an integer, at least 0, or None"),
+    ],
+)
+def test_arguments_that_the_command_refuses_are_refused_in_python(function, settings, message):
+    with pytest.raises(GraphtrainError, match=message):
+        function("absent", ["boolq"], **settings)
