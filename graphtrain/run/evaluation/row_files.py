@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from graphtrain.errors import DataError
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # by suffix
+_DEPTH = 100  # of lists and objects in each other; pyarrow reads 64, and far more end the process
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')  # a text, what opens, what closes
 
 
 def read_rows(path: Path, cache: Path) -> Any:
@@ -24,7 +27,7 @@ def read_rows(path: Path, cache: Path) -> Any:
     """
     if not path.stat().st_size:
         raise DataError(f"{path}: has no rows")
-    if path.suffix != ".parquet" and (problem := _not_utf8(path)):
+    if path.suffix != ".parquet" and (problem := _bad_bytes(path)):
         raise DataError(f"{path}: {problem}")
     try:
         table = _read({"train": str(path)}, cache)["train"]
@@ -96,15 +99,26 @@ def _read(files: Mapping[str, str], cache: Path) -> Any:
     return datasets.load_dataset(reader, data_files=dict(files), cache_dir=str(cache))
 
 
-def _not_utf8(path: Path) -> str | None:
-    """Return which line is no text, which the package `datasets` notices when it reads a row."""
+def _bad_bytes(path: Path) -> str | None:
+    """Return the first line that the package `datasets` does not refuse by itself, and why."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 line.decode()
             except UnicodeDecodeError as error:
                 return f"line {number} is not UTF-8 ({error.reason} at byte {error.start} of it)"
+            if line.count(b"[") + line.count(b"{") > _DEPTH and _depth(line) > _DEPTH:
+                return f"line {number} is nested too deeply, in over {_DEPTH} lists or objects"
     return None
+
+
+def _depth(line: bytes) -> int:
+    """Return how many lists and objects of JSON are in each other."""
+    depth = deepest = 0
+    for found in _BRACKETS.finditer(line):
+        depth += (found[1] is not None) - (found[2] is not None)
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _bad_line(path: Path) -> str | None:

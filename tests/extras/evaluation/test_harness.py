@@ -170,6 +170,8 @@ def test_what_is_missing_is_named(place, tmp_path):
     ):
         file.write_text(f'{{"passage": "a"}}\n{line}\n')
         fails(rf"validation.jsonl: cannot be read as rows \(line 2 {reason}", "boolq")
+    file.write_text(f'{{"passage": {"[" * 100_000}{"]" * 100_000}, "question": "a", "label": 1}}\n')
+    fails("validation.jsonl: line 1 is nested too deeply", "boolq")
     fails("the task boolq reads data; name its directory with --data", "boolq", data=None)
     fails("humaneval runs code that the model writes; pass --allow-code", "humaneval")
     unconfined = "longproc_pseudo_to_code_0.5k"
