@@ -85,7 +85,7 @@ class AnswerJournal:
 
     def _read(self) -> dict[str, Any]:
         self._file.seek(0)
-        answers, complete = {}, 0
+        answers, complete, changed = {}, 0, []
         for number, line in enumerate(self._file, 1):
             if not line.endswith(b"\n"):
                 break
@@ -93,18 +93,21 @@ class AnswerJournal:
             if entry is not None:
                 answers[entry[0]] = entry[1]
             elif line.strip():
-                self._blank(number, complete, len(line))
+                self._blank(complete, len(line))
+                changed.append(number)
             complete += len(line)
         self._file.truncate(complete)
+        if changed:
+            count = "" if len(changed) == 1 else f" and {len(changed) - 1} other lines"
+            warnings.warn(
+                f"{self.path}: line {changed[0]}{count}: not as written; their answers are "
+                "computed again where they are needed",
+                stacklevel=2,
+            )
         return answers
 
-    def _blank(self, number: int, begin: int, length: int) -> None:
-        """Write spaces in place of a line, and warn."""
-        warnings.warn(
-            f"{self.path}:{number}: not as it was written; its answer is computed again where it "
-            "is needed",
-            stacklevel=2,
-        )
+    def _blank(self, begin: int, length: int) -> None:
+        """Write spaces in place of a line."""
         with self.path.open("r+b") as file:  # the other one only appends
             file.seek(begin)
             file.write(b" " * (length - 1))
@@ -125,6 +128,6 @@ def _entry(line: bytes) -> tuple[str, Any] | None:
     try:
         fields = json.loads(line)
         key, answer, check = fields["request"], fields["answer"], fields["check"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return (key, answer) if check == json_digest([key, answer])[:8] else None

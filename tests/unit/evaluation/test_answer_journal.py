@@ -32,13 +32,25 @@ def test_an_answer_that_was_changed_is_not_used(tmp_path):
         journal.write(key, "right")
     path.write_bytes(path.read_bytes().replace(b"right", b"wrong"))
     with (
-        pytest.warns(UserWarning, match="a.jsonl:1: not as it was written"),
+        pytest.warns(UserWarning, match="a.jsonl: line 1: not as written"),
         AnswerJournal(path) as journal,
     ):
         assert journal.find(key) is None
         journal.write(key, "right")
     with AnswerJournal(path) as journal:  # and said once
         assert journal.find(key) == "right"
+
+
+@pytest.mark.parametrize("line", [b"[" * 100_000, b"\xff", b"5"])
+def test_lines_that_are_no_answers_are_said_once(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    with AnswerJournal(path) as journal:
+        journal.write("key", "right")
+    path.write_bytes(path.read_bytes() + (line + b"\n") * 3)
+    with pytest.warns(UserWarning) as said, AnswerJournal(path) as journal:
+        assert journal.find("key") == "right"
+    (one,) = said
+    assert "a.jsonl: line 2 and 2 other lines: not as written" in str(one.message)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
