@@ -363,6 +363,10 @@ def test_outputs_and_extras_are_checked_first(place, monkeypatch):
     ]
     (one,) = problems("--report", "data", command=("compile",))
     assert one == "--report: cannot write data: it is a directory"
+    words = "--tasks", "boolq", "--samples", "out", "--report", "./out"
+    assert problems(*words, command=("evaluate",)) == [
+        "--report: out is the file of --samples too; name another file"
+    ]
 
 
 def test_a_target_without_its_compiler_is_refused_before_compiling(place, monkeypatch):

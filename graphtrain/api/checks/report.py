@@ -47,8 +47,7 @@ def problems(
     """
     kinds = purpose.kinds
     found = [*program_problems(config.program), *position_problems(config)]
-    found += [problem for option, path in (outputs or {}).items() if path is not None
-              for problem in _output(option, path)]  # fmt: skip
+    found += _outputs({option: path for option, path in (outputs or {}).items() if path})
     trains = purpose.trains_batches and not purpose.weights_only
     if trains and not found:  # fewer hosts would have the same problems
         found += fallback_problems(config)
@@ -75,7 +74,14 @@ def problems(
     return [one for one in found if one.kind in kinds and ignored.isdisjoint(one.settings)]
 
 
-def _output(option: str, path: Path) -> Iterator[Problem]:
-    if option == "--html":
-        yield from page_problems()
-    yield from output_problems(option, path)
+def _outputs(paths: Mapping[str, Path]) -> Iterator[Problem]:
+    """Yield that files of options cannot be written, or that two options have the same one."""
+    options: dict[Path, str] = {}
+    for option, path in paths.items():
+        if option == "--html":
+            yield from page_problems()
+        yield from output_problems(option, path)
+        other = options.setdefault(path.resolve(), option)
+        if other != option:
+            message = f"{path} is the file of {other} too; name another file"
+            yield Problem("machine", message, location=option)
