@@ -16,7 +16,7 @@ from graphtrain.run.evaluation.code_sandbox import check_available, prompts_of_t
 from graphtrain.run.evaluation.harness_model import EngineModel
 from graphtrain.run.evaluation.harness_tasks import find_tasks, load_tasks, quiet
 from graphtrain.run.evaluation.task_data import TaskData
-from graphtrain.run.evaluation.task_rows import check_rows
+from graphtrain.run.evaluation.task_rows import check_examples, check_rows
 from graphtrain.run.evaluation.task_settings import RANDOM_SEED, SEED, TaskSettings
 
 
@@ -50,6 +50,7 @@ class LoadedTasks:
                 if not task.has_files_of_its_own:
                     task.check_files(loaded.get_config("num_fewshot"))
                 check_rows(loaded, task, settings.limit)
+                check_examples(loaded, task)
             self._random_state = random.getstate(), np.random.get_state()
         self.digests = {task.task.name: task.digests() for task in tasks}
 

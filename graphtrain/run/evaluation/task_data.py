@@ -118,7 +118,7 @@ class TaskData:
             for text in template if isinstance(template, list) else [template]:
                 # A text that begins with / is a function, by its path.
                 if isinstance(text, str) and not text.startswith("/"):
-                    found.append(_fields_of(text))
+                    found.append(fields_of(text))
             if isinstance(template, str) and _IDENTIFIER.fullmatch(template):
                 found.append(({template}, False))
         return found
@@ -229,7 +229,7 @@ class TaskData:
         return f"no {places} (or .parquet){found}"
 
 
-def _fields_of(template: str) -> tuple[set[str], bool]:
+def fields_of(template: str) -> tuple[set[str], bool]:
     """Return the fields that a template of Jinja names, and whether it asks if a row has one."""
     from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 

@@ -13,7 +13,7 @@ from graphtrain.run.evaluation.harness_tasks import find_tasks, load_tasks, quie
 from graphtrain.run.evaluation.row_files import listed
 from graphtrain.run.evaluation.task_catalog import TaskCatalog
 from graphtrain.run.evaluation.task_data import MissingFile, TaskData
-from graphtrain.run.evaluation.task_rows import check_rows
+from graphtrain.run.evaluation.task_rows import check_examples, check_rows
 
 _SCRIPT = '''"""Fills {root} with the data of tasks of lm-eval. Run it once on a connected machine.
 
@@ -113,6 +113,7 @@ def _checked(task: TaskData, scratch: Path) -> TaskReport:
             name = task.task.name
             loaded = load_tasks([name], [task], TaskCatalog(), scratch)
             check_rows(loaded["tasks"][name], task, None)
+            check_examples(loaded["tasks"][name], task)
     except MissingFile as error:
         return TaskReport(task.task.name, {}, str(error), error.reason)
     except DataError as error:

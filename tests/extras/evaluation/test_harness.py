@@ -206,6 +206,9 @@ def test_what_is_missing_is_named(place, tmp_path):
         ),
         ("agieval_aqua_rat", {"gold": [0, 7]}, "answer 7 is none of the 2 choices"),
         ("boolq", {"label": 0.5}, "answer 0.5 is none of the 2 choices"),
+        ("agieval_aqua_rat", {"gold": []}, "it has no answer"),
+        ("gsm8k", {"answer": " "}, "it has no answer"),
+        ("gsm8k", {"answer": "7"}, "its answer has no '#### ', after which the result is read"),
     ],
 )
 def test_a_row_that_no_score_can_be_made_of_is_named(place, task, changed, message):
@@ -220,6 +223,28 @@ def test_a_row_that_no_score_can_be_made_of_is_named(place, task, changed, messa
     assert str(file) in told and "row 3" in told and message in told
     (report,) = check_directory([task], place / "tasks")
     assert report.problem == told
+
+
+@pytest.mark.parametrize(
+    ("task", "changed", "message"),
+    [
+        ("mmlu_anatomy", {"answer": -1}, "its answer -1 is none of the 4 choices"),
+        ("mmlu_anatomy", {"answer": 9}, "its answer 9 is none of the 4 choices"),
+        ("gsm8k", {"answer": ""}, "it has no answer"),
+    ],
+)
+def test_a_row_that_is_no_example_is_named(place, task, changed, message):
+    file = place / "tasks" / task / f"{SPLITS[task][0]}.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[1] |= changed
+    file.write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+    with pytest.raises(DataError) as raised:
+        evaluated(place, task, fewshot=3)
+    assert f"{task}: row 2 of {file}: {message}" in str(raised.value)
+    (report,) = check_directory([task], place / "tasks")
+    assert (report.problem is None) == (task == "mmlu_anatomy")  # whose prompts have none
+    if task == "mmlu_anatomy":
+        assert evaluated(place, task).document["n-shot"] == {task: 0}
 
 
 def test_fields_that_have_other_types_in_the_examples_are_named(place):
