@@ -86,6 +86,7 @@ def load_tasks(
         _write(folder, f"group {name}", {"include": str(path), "group": name})
     own = [task for task in tasks if task.has_files_of_its_own]
     for task in own:
+        task.rows(scratch / "datasets")
         _write(folder, task.task.name, {"include": str(task.task.path), "task": task.task.name})
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     by_path = {task.task.path: task.task.name for task in tasks}
@@ -108,7 +109,7 @@ def _loaded(manager: Any, names: list[str]) -> Any:
         word = f"{type(cause).__name__}: {cause}".partition("\n")[0][:500]
         raise DataError(
             f"the tasks {', '.join(names)} cannot be loaded from their data ({word}); "
-            "graphtrain data tasks checks it"
+            "look at their files, and at the splits and fields that they name"
         ) from error
 
 

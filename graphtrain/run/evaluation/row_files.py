@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,38 @@ _DEPTH = 100  # of lists and objects in each other; pyarrow reads 64, and far mo
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')  # a text, what opens, what closes
 
 
-def read_rows(path: Path, cache: Path) -> Any:
+@dataclass(frozen=True)
+class RowFormat:
+    """Format of files, as the package `datasets` names it, and its options."""
+
+    reader: str  # "json", "parquet" or another format of this package
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, files: Mapping[str, str], cache: Path) -> Any:
+        """Return the tables of files, by split."""
+        import datasets
+
+        given = {"data_files": dict(files), "cache_dir": str(cache), **self.options}
+        return datasets.load_dataset(self.reader, **given)
+
+
+def read_rows(path: Path, cache: Path, form: RowFormat) -> Any:
     """Return the table of a file, which has at least one row.
 
     Args:
         path: The file.
         cache: Directory of the files that the package `datasets` writes.
+        form: How the file is read.
 
     Raises:
         DataError: the file cannot be read, or has no rows.
     """
     if not path.stat().st_size:
         raise DataError(f"{path}: has no rows")
-    if path.suffix != ".parquet" and (problem := _bad_bytes(path)):
+    if path.suffix in (".jsonl", ".json") and (problem := _bad_bytes(path)):
         raise DataError(f"{path}: {problem}")
     try:
-        table = _read({"train": str(path)}, cache)["train"]
+        table = form.read({"train": str(path)}, cache)["train"]
     except Exception as error:  # of several packages, which read damaged files
         reason = _bad_line(path) or _short(error)
         raise DataError(f"{path}: cannot be read as rows ({reason})") from None
@@ -39,7 +56,9 @@ def read_rows(path: Path, cache: Path) -> Any:
     return table
 
 
-def check_together(files: Mapping[str, str], fields: Sequence[str], cache: Path) -> None:
+def check_together(
+    files: Mapping[str, str], fields: Sequence[str], cache: Path, form: RowFormat
+) -> None:
     """Check that the files of all splits have fields of types that can be read together.
 
     lm-eval reads those of all files as those of the first: numbers would become texts.
@@ -48,16 +67,17 @@ def check_together(files: Mapping[str, str], fields: Sequence[str], cache: Path)
         files: File of each split, all of the same format.
         fields: Fields in which texts are no numbers.
         cache: Directory of the files that the package `datasets` writes.
+        form: How the files are read.
 
     Raises:
         DataError: they have not; the message names the field.
     """
-    types = {path: read_rows(Path(path), cache).features for path in files.values()}
+    types = {path: read_rows(Path(path), cache, form).features for path in files.values()}
     for told, kinds in _differences(types, fields):
         if "string" in kinds:
             raise DataError(told)
     try:
-        _read(files, cache)
+        form.read(files, cache)
     except Exception as error:  # as in read_rows
         told, _ = next(_differences(types), ("", set()))
         told = told or f"{', '.join(types)}: cannot be read together ({_short(error)})"
@@ -75,13 +95,13 @@ def _differences(
     """
     first, *others = types
     for path in others:
-        for field in types[path] if fields is None else fields:
-            if field not in types[path] or field not in types[first]:
+        for name in types[path] if fields is None else fields:
+            if name not in types[path] or name not in types[first]:
                 continue
-            here, there = _named(types[path][field]), _named(types[first][field])
+            here, there = _named(types[path][name]), _named(types[first][name])
             if here != there and "null" not in (here, there):  # an empty field is of any type
                 yield (
-                    f"{path}: the field {field!r} is {here}, and in {first} it is {there}; "
+                    f"{path}: the field {name!r} is {here}, and in {first} it is {there}; "
                     "write both alike",
                     {here, there},
                 )
@@ -90,13 +110,6 @@ def _differences(
 def listed(names: Sequence[str]) -> str:
     """Return the first 20 of a list of names, as text."""
     return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-
-
-def _read(files: Mapping[str, str], cache: Path) -> Any:
-    import datasets
-
-    reader = READERS[Path(next(iter(files.values()))).suffix]
-    return datasets.load_dataset(reader, data_files=dict(files), cache_dir=str(cache))
 
 
 def _bad_bytes(path: Path) -> str | None:

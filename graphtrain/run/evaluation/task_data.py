@@ -14,7 +14,14 @@ from typing import Any
 
 from graphtrain.errors import DataError
 from graphtrain.files import content_digest
-from graphtrain.run.evaluation.row_files import READERS, check_together, listed, read_rows
+from graphtrain.run.evaluation.own_files import find_files, names_files, read_options
+from graphtrain.run.evaluation.row_files import (
+    READERS,
+    RowFormat,
+    check_together,
+    listed,
+    read_rows,
+)
 from graphtrain.run.evaluation.task_catalog import TaskFile
 
 _SPLIT_SETTINGS = ("training_split", "validation_split", "test_split", "fewshot_split")
@@ -90,9 +97,16 @@ class TaskData:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """Files that exist, by split."""
+        """Files that exist, by split; several files of a split are numbered, as test.1."""
         settings = self.task.settings
         wanted = {self.evaluated, self.examples, *(settings.get(key) for key in _SPLIT_SETTINGS)}
+        if self.has_files_of_its_own:
+            own = find_files(self.task)
+            return {
+                split if len(own[split]) == 1 else f"{split}.{number}": path
+                for split in sorted(wanted & own.keys())
+                for number, path in enumerate(own[split], 1)
+            }
         found = {split: self._find(str(split)) for split in sorted(filter(None, wanted))}
         return {split: path for split, path in found.items() if path is not None}
 
@@ -126,7 +140,20 @@ class TaskData:
     @property
     def has_files_of_its_own(self) -> bool:
         """Return whether the task's settings name local files."""
-        return "data_files" in (self.task.settings.get("dataset_kwargs") or {})
+        return names_files(self.task)
+
+    @property
+    def _form(self) -> RowFormat:
+        """Format that the files are read in."""
+        if self.has_files_of_its_own:
+            return RowFormat(self.task.settings["dataset_path"], read_options(self.task))
+        readers = {READERS[path.suffix] for path in self.files.values()}
+        if len(readers) > 1:
+            raise DataError(
+                f"{self.task.name}: {', '.join(map(str, self.files.values()))} have different "
+                "formats; use one for all splits"
+            )
+        return RowFormat(readers.pop())
 
     def check_files(self, shots: int | None = None) -> None:
         """Check that there are files for the rows and the examples.
@@ -150,16 +177,10 @@ class TaskData:
         Args:
             cache: Directory of the files that the package `datasets` writes.
         """
-        readers = {READERS[path.suffix] for path in self.files.values()}
-        if len(readers) > 1:
-            raise DataError(
-                f"{self.task.name}: {', '.join(map(str, self.files.values()))} have different "
-                "formats; use one for all splits"
-            )
         replaced: dict[str, Any] = {
             "include": str(self.task.path),
             "task": self.task.name,
-            "dataset_path": readers.pop(),
+            "dataset_path": self._form.reader,
             "dataset_name": None,
             "dataset_kwargs": {
                 "data_files": {split: str(path) for split, path in self.files.items()},
@@ -182,8 +203,8 @@ class TaskData:
         """
         rows = {split: self._rows(path, cache) for split, path in self.files.items()}
         if len(rows) > 1:
-            files = self.settings(cache)["dataset_kwargs"]["data_files"]
-            check_together(files, self.fields, cache)
+            files = {split: str(path) for split, path in self.files.items()}
+            check_together(files, self.fields, cache, self._form)
         return rows
 
     def digests(self) -> dict[str, dict[str, str]]:
@@ -194,7 +215,7 @@ class TaskData:
         }
 
     def _rows(self, path: Path, cache: Path) -> int:
-        table = read_rows(path, cache)
+        table = read_rows(path, cache, self._form)
         for field in self.fields:
             if field not in table.column_names:
                 if field not in self._needed_fields:

@@ -247,6 +247,45 @@ def test_a_row_that_is_no_example_is_named(place, task, changed, message):
         assert evaluated(place, task).document["n-shot"] == {task: 0}
 
 
+def test_files_that_a_task_names_itself_are_checked_and_have_digests(place, monkeypatch):
+    monkeypatch.chdir(place)
+    task, rows = place / "own.yaml", [json.dumps(row("boolq", index)) for index in range(4)]
+
+    def write(**files: str) -> None:
+        own = {"task": "own", "dataset_path": "json", "dataset_name": None, "training_split": None}
+        own |= {"dataset_kwargs": {"data_files": files}}
+        (base,) = TaskCatalog().tasks("boolq")
+        task.write_text(json.dumps({"include": str(base.path), **own}))
+
+    write(validation="own/*.jsonl")
+    (place / "own").mkdir()
+    hidden = json.dumps(row("boolq", 3) | {"label": -1})
+    for message, line in (
+        ("row 4 of {}: its answer -1 is none of the 2 choices", hidden),
+        ("{}: cannot be read as rows (line 4 has half of a surr", '{"passage": "\\ud83d"}'),
+        ("{}: row 4 has no field 'passage'", '{"question": "a", "label": 1}'),
+    ):
+        file = place / "own" / "rows.jsonl"
+        file.write_text("\n".join([*rows[:3], line]))
+        with pytest.raises(DataError) as raised:
+            evaluated(place, str(task), data=None, limit=None)
+        assert message.format(file) in str(raised.value)
+        (report,) = check_directory([str(task)], place)
+        assert report.problem == str(raised.value)
+    file.write_text("\n".join(rows))
+    (place / "own" / "more.jsonl").write_text(rows[0])
+    results = evaluated(place, str(task), data=None, limit=None).document
+    digests = results["graphtrain"]["data"]["own"]
+    assert {name: one["file"] for name, one in digests.items()} == {
+        "validation.1": str(place / "own" / "more.jsonl"), "validation.2": str(file)
+    }  # fmt: skip
+    (report,) = check_directory([str(task)], place)
+    assert report.files["validation.2"] == digests["validation.2"] | {"rows": 4}
+    write(validation="absent.jsonl")
+    with pytest.raises(DataError, match=rf"own: {place}/absent.jsonl: no such file; .* of {place}"):
+        evaluated(place, str(task), data=None)
+
+
 def test_fields_that_have_other_types_in_the_examples_are_named(place):
     file = place / "tasks" / "mmlu_anatomy" / "dev.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
