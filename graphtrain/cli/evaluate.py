@@ -265,11 +265,6 @@ def _evaluate_tasks(
         results = evaluate_tasks(checked, tasks, on_progress=on_progress, **options)
     if not is_rank_zero():
         return
-    if (samples := files["--samples"]) is not None:
-        with atomic_write(samples) as file:
-            file.write(results.sample_lines().encode())
-    if (report := files["--report"]) is not None:
-        write_file(report, results.json() + "\n")
     origin = results.document["graphtrain"]
     if origin["reused_answers"]:
         say(f"{origin['reused_answers']} answers of an earlier evaluation were used")
@@ -279,7 +274,12 @@ def _evaluate_tasks(
             f"{results.document['max_length']} tokens, and lost their beginning "
             "(program.serve.context_length)"
         )
-    click.echo(results.json() if as_json else results.table())
+    click.echo(results.json() if as_json else results.table())  # first: a disk may be full
+    if (samples := files["--samples"]) is not None:
+        with atomic_write(samples) as file:
+            file.write(results.sample_lines().encode())
+    if (report := files["--report"]) is not None:
+        write_file(report, results.json() + "\n")
 
 
 @contextmanager

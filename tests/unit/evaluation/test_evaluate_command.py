@@ -3,9 +3,11 @@
 import pytest
 from click.testing import CliRunner
 
+from graphtrain.api import evaluation
 from graphtrain.api.evaluation import evaluate_steps, evaluate_tasks
-from graphtrain.cli.evaluate import command
+from graphtrain.cli.evaluate import _evaluate_tasks, command
 from graphtrain.errors import GraphtrainError
+from graphtrain.run.evaluation.task_results import TaskResults
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,14 @@ def test_an_option_without_effect_is_refused(words, message, tmp_path):
 def test_arguments_that_the_command_refuses_are_refused_in_python(function, settings, message):
     with pytest.raises(GraphtrainError, match=message):
         function("absent", ["boolq"], **settings)
+
+
+def test_scores_are_printed_before_files_that_may_fail(tmp_path, monkeypatch, capsys):
+    origin = {"reused_answers": 0, "cut_texts": 0}
+    results = TaskResults({"results": {"boolq": 0.5}, "graphtrain": origin}, {})
+    monkeypatch.setattr(evaluation, "evaluate_tasks", lambda *given, **settings: results)
+    (tmp_path / "file").touch()
+    files = {"--samples": tmp_path / "file" / "a", "--report": None}
+    with pytest.raises(OSError):
+        _evaluate_tasks(None, ["boolq"], files, {}, as_json=True)
+    assert '"boolq": 0.5' in capsys.readouterr().out
