@@ -121,7 +121,7 @@ def _check(rows: Iterable[Any], templates: _Templates, data: TaskData, place: st
         raise of_whole_column
     if unmarked is not None and is_marked:
         raise DataError(
-            f"{unmarked}: its answer has no {mark!r}, after which the result is read, as in others"
+            f"{unmarked}: its answer has no {mark!r}, after which the result is read in other rows"
         )
 
 
