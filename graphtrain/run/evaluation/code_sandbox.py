@@ -36,6 +36,7 @@ _MEMORY_BYTES = 1 << 30
 _MAX_OUTPUT = 1 << 16  # bytes of a report
 _PROCESSES = 4  # programs at the same time
 _prompts: ContextVar[Mapping[str, str] | None] = ContextVar("prompts", default=None)
+_reports: ContextVar[dict[tuple[str, str], str] | None] = ContextVar("reports", default=None)
 
 
 class CodeEvaluation:
@@ -64,6 +65,8 @@ class CodeEvaluation:
 
         with ThreadPoolExecutor(_PROCESSES) as pool:
             reports = list(pool.map(run, programs))
+        if (kept := _reports.get()) is not None:
+            kept |= {(one[3], one[2]): said for one, said in zip(programs, reports, strict=True)}
         results: dict[int, list[tuple[int, dict[str, Any]]]] = {}
         for (task, index, _, _), report in zip(programs, reports, strict=True):
             passed = report == "passed"
@@ -90,6 +93,20 @@ def prompts_of_tests(prompts: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         _prompts.reset(token)
+
+
+@contextmanager
+def reports_of_programs() -> Iterator[dict[tuple[str, str], str]]:
+    """Yield a table that is filled in the block: what `run_program` says of each test and program.
+
+    lm-eval keeps the metric alone.
+    """
+    reports: dict[tuple[str, str], str] = {}
+    token = _reports.set(reports)
+    try:
+        yield reports
+    finally:
+        _reports.reset(token)
 
 
 def check_available() -> None:

@@ -12,7 +12,11 @@ from typing import Any
 import numpy as np
 
 from graphtrain.errors import DataError, UserError
-from graphtrain.run.evaluation.code_sandbox import check_available, prompts_of_tests
+from graphtrain.run.evaluation.code_sandbox import (
+    check_available,
+    prompts_of_tests,
+    reports_of_programs,
+)
 from graphtrain.run.evaluation.harness_model import EngineModel
 from graphtrain.run.evaluation.harness_tasks import find_tasks, load_tasks, quiet
 from graphtrain.run.evaluation.task_data import TaskData
@@ -75,7 +79,8 @@ class LoadedTasks:
             bootstrap_iterations: Number of samples from which errors are estimated; 0: none are.
 
         Returns:
-            The results as lm-eval returns them.
+            The results as lm-eval returns them. A sample whose answer was run as code has
+            "code_eval" too: "passed" or why it failed, of each program.
 
         Raises:
             DataError: lm-eval cannot make prompts or metrics of a row.
@@ -87,6 +92,7 @@ class LoadedTasks:
             quiet(),
             _own_random_numbers(),
             prompts_of_tests(self._prompts()),
+            reports_of_programs() as reports,
         ):
             python_state, numpy_state = self._random_state
             random.setstate(python_state)
@@ -101,6 +107,11 @@ class LoadedTasks:
                 fewshot_as_multiturn=is_chat,
                 confirm_run_unsafe_code=self.settings.allow_code,
             )
+        for name, task in self._tasks.items():
+            for sample in results["samples"].get(name, ()) if _runs_code(task) else ():
+                test, answers = str(sample["target"]), sample["filtered_resps"]
+                programs = (one for given in answers if isinstance(given, list) for one in given)
+                sample["code_eval"] = [reports.get((test, program)) for program in programs]
         return dict(results)
 
     def _prompts(self) -> dict[str, str]:
@@ -110,7 +121,7 @@ class LoadedTasks:
         return {
             str(task.doc_to_target(row)): row["prompt"]
             for task in self._tasks.values()
-            if getattr(task, "UNSAFE_CODE", False)  # lm-eval sets it where it is true
+            if _runs_code(task)
             for _, row in task.doc_iterator(limit=self.settings.limit)
             if isinstance(row.get("prompt"), str)
         }
@@ -129,6 +140,10 @@ class LoadedTasks:
             elif own is None:
                 task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=SEED)
+
+
+def _runs_code(task: Any) -> bool:
+    return getattr(task, "UNSAFE_CODE", False)  # lm-eval sets it where it is true
 
 
 def _check_code(tasks: Sequence[TaskData], allow_code: bool) -> None:

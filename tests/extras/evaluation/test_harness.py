@@ -305,8 +305,12 @@ def test_what_lm_eval_cannot_do_is_said_in_one_line(place, monkeypatch):
 
 
 def test_code_runs_confined(place):
-    results = evaluated(place, "humaneval", allow_code=True, limit=2)
+    results = evaluated(place, "humaneval", "boolq", allow_code=True, limit=2)
     assert results.document["results"]["humaneval"]["pass@1,create_test"] == 0.0
+    for sample in results.samples["humaneval"]:
+        (said,) = sample["code_eval"]
+        assert said.startswith("failed: ")
+    assert not any("code_eval" in sample for sample in results.samples["boolq"])
 
 
 def test_answers_that_are_drawn_repeatedly_give_majorities_and_pass_at_k(place):
@@ -326,7 +330,9 @@ def test_answers_that_are_drawn_repeatedly_give_majorities_and_pass_at_k(place):
         (place / "tasks" / name).symlink_to(SOURCES[base])
     tasks = [str(place / f"{name}.yaml") for name in ("majority", "programs")]
     engine = ToyEngine(context_length=4096, chunk=256, answer=answer)
-    results = evaluated(place, *tasks, engine=engine, allow_code=True, limit=1).document["results"]
+    found = evaluated(place, *tasks, engine=engine, allow_code=True, limit=1)
+    results, (sample,) = found.document["results"], found.samples["programs"]
+    assert [said == "passed" for said in sample["code_eval"]] == [False] * 3 + [True] * 5
     assert results["majority"]["exact_match,score-first"] == 0
     assert results["majority"]["exact_match,maj@8"] == 1
     wrong = math.comb(3, 2) / math.comb(8, 2)  # all of two answers
