@@ -11,6 +11,8 @@ from typing import Any
 from graphtrain.errors import DataError
 from graphtrain.run.evaluation.task_data import TaskData, fields_of
 
+_KINDS = {str: "a text", list: "a list", dict: "an object"}
+
 
 def check_rows(task: Any, data: TaskData, limit: int | None) -> None:
     """Check that each row of a task has a prompt and a right answer.
@@ -88,6 +90,14 @@ class _Templates:
         return isinstance(target, str) and mark not in target
 
     @cached_property
+    def prompt_fields(self) -> list[str]:
+        """Fields that the prompt names; none if a function makes it."""
+        template = self.text or self.task.config.doc_to_text
+        if not isinstance(template, str):
+            return []
+        return [template] if template in self.task.features else sorted(fields_of(template)[0])
+
+    @cached_property
     def _target_is_of_row(self) -> bool:
         """True if the metric compares a text with a field of the row, not with a constant."""
         task, template = self.task, self.target or self.task.config.doc_to_target
@@ -100,12 +110,14 @@ class _Templates:
 def _check(rows: Iterable[Any], templates: _Templates, data: TaskData, place: str) -> None:
     fields, of_whole_column = data.fields, None  # fields have no nulls, inside of lists either
     mark, unmarked, is_marked = _mark(data), None, False
+    kinds: dict[str, str] = {}
     for index, row in enumerate(rows):
         named = f"{data.task.name}: row {index + 1} of {place}"
         try:
             nulls = (field for field in fields if _has_null(row.get(field)))
             field = next(nulls, None)
             problem = templates.problem(row) if field is None else f"a null in its field {field!r}"
+            problem = problem or _other_kind(row, templates.prompt_fields, kinds)
             lacks_mark = mark is not None and templates.lacks_mark(row, mark)
         except Exception as error:  # of templates and functions of the task: nothing in common
             word = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
@@ -123,6 +135,15 @@ def _check(rows: Iterable[Any], templates: _Templates, data: TaskData, place: st
         raise DataError(
             f"{unmarked}: its answer has no {mark!r}, after which the result is read in other rows"
         )
+
+
+def _other_kind(row: Any, fields: Iterable[str], kinds: dict[str, str]) -> str | None:
+    """Return that a field is a text where it was a list, or the like; write down what it is."""
+    for field in fields:
+        kind = _KINDS.get(type(row.get(field)))
+        if kind is not None and kinds.setdefault(field, kind) != kind:
+            return f"its field {field!r} is {kind}, and in the rows before it {kinds[field]}"
+    return None
 
 
 def _mark(data: TaskData) -> str | None:

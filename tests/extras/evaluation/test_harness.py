@@ -207,6 +207,7 @@ def test_what_is_missing_is_named(place, tmp_path):
         ("agieval_aqua_rat", {"gold": [0, 7]}, "answer 7 is none of the 2 choices"),
         ("boolq", {"label": 0.5}, "answer 0.5 is none of the 2 choices"),
         ("agieval_aqua_rat", {"gold": []}, "it has no answer"),
+        ("boolq", {"passage": ["a"]}, "its field 'passage' is a list, and in the rows before it a"),
         ("gsm8k", {"answer": " "}, "it has no answer"),
         ("gsm8k", {"answer": "7"}, "its answer has no '#### ', after which the result is read"),
     ],
