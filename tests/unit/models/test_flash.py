@@ -71,7 +71,7 @@ def test_a_kernel_computes_attention_and_its_gradients(case, monkeypatch):
     ("target", "model", "length", "how", "reason"),
     [
         ("cpu:8", {}, 1024, {}, "cpu:8 has no flash attention kernel"),
-        ("h100:8", {"dtype": "float32"}, 1024, {}, "dtype is float32"),
+        ("h100:8", {"dtype": "float32"}, 1024, {}, "compute is float32"),
         ("h100:8", {"sliding_window": 100}, 1024, {}, "h100:8 does not support a sliding window"),
         ("h100:8", {"attn_logit_softcap": 30.0}, 1024, {}, "h100:8 does not support a soft cap"),
         (
