@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from fallback_config import config
 
 from graphtrain.api.checks.fallback import (
     check_hosts,
@@ -15,29 +16,10 @@ from graphtrain.api.checks.purpose import PLAN
 from graphtrain.api.checks.report import problems
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.compile.tasks import run_requests, run_tasks
-from graphtrain.config import load_config
 from graphtrain.config.identity import mathematics
 from graphtrain.config.resolve import resolve
 from graphtrain.errors import ConfigError
 from graphtrain.run.report_lines import opening_lines
-
-CONFIG = """
-[program]
-target = "h100:32"
-mesh = { data = "rest", fsdp = 8 }
-model = { layers = 2, embed = 64, heads = 4, mlp = 96, vocab = 256 }
-batch = { global_batch_size = 256, seq_len = 32, microbatches = 2 }
-
-[run]
-directory = "run"
-steps = 10
-data = { train = "data/train" }
-fallback = [3, 2]
-"""
-
-
-def config(*overrides: str):
-    return load_config(CONFIG, overrides)
 
 
 def mesh_and_batch(hosts: int, *overrides: str) -> tuple[dict[str, int], tuple[int, int, int]]:
