@@ -139,15 +139,16 @@ class HuggingFaceWeights:
 
         Such buffers are constants of the compiled program.
         """
-        sources = {
-            name: self._folder.sources(name)
-            for name in stored_buffers(module)
-            if name in self._folder.names
-        }
+        names = set(self._folder.names)
+
+        def is_changed(name: str, buffer: np.ndarray) -> bool:
+            source, *_ = self._folder.sources(name)
+            return not np.array_equal(self._files.constant(source), buffer)
+
         return [
             name
-            for name, (source, *_) in sources.items()
-            if not np.array_equal(self._files.constant(source), stored_buffers(module)[name])
+            for name, buffer in stored_buffers(module).items()
+            if name in names and is_changed(name, buffer)
         ]
 
     def _part(self, name: str | None, index: Index) -> np.ndarray:
