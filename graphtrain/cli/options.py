@@ -249,6 +249,30 @@ def write_report(path: Path, report: Mapping[str, Any], indent: int) -> None:
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 
+def listen_options(port: int, note: str = "") -> Callable[[Callable], Callable]:
+    """Return a decorator for --host and --port of a server.
+
+    Args:
+        port: The default.
+        note: Sentence that is added to the help of --host.
+    """
+
+    def add(command: Callable) -> Callable:
+        text = "Address to listen on; 0.0.0.0 for every network of this machine."
+        with_port = click.option(
+            "--port",
+            type=click.IntRange(0, 65535),
+            default=port,
+            show_default=True,
+            help="Port to listen on; 0 for any that is free.",
+        )(command)
+        return click.option(
+            "--host", default="127.0.0.1", show_default=True, help=f"{text} {note}".strip()
+        )(with_port)
+
+    return add
+
+
 def page_option(content: str) -> Callable[[Any], Any]:
     """Return the option --html of a report, which names the file of a page "with all rows"."""
     return click.option(

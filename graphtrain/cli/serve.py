@@ -17,6 +17,7 @@ from graphtrain.cli.options import (
     cache_option,
     chat_template_option,
     config_argument,
+    listen_options,
     overrides_option,
     serve_hint,
     step_option,
@@ -33,19 +34,7 @@ _KEY_VARIABLE = "GRAPHTRAIN_API_KEY"
 
 @click.command("serve")
 @config_argument
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    help="Address to listen on; 0.0.0.0 for every network of this machine.",
-)
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8000,
-    show_default=True,
-    help="Port to listen on; 0 for any that is free.",
-)
+@listen_options(8000)
 @click.option("--name", help="Name of the model. [default: name of the run's directory]")
 @adapters_option
 @click.option(

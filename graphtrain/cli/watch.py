@@ -5,26 +5,13 @@ from pathlib import Path
 
 import click
 
-from graphtrain.cli.options import LocalPath, cache_option
+from graphtrain.cli.options import LocalPath, cache_option, listen_options
 from graphtrain.cli.terminal import say
 
 
 @click.command("watch")
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=LocalPath(exists=True))
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    help="Address to listen on; 0.0.0.0 for every network of this machine. The page asks for no "
-    "password.",
-)
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8008,
-    show_default=True,
-    help="Port to listen on; 0 for any that is free.",
-)
+@listen_options(8008, "The page asks for no password.")
 @cache_option
 def command(runs: Sequence[Path], host: str, port: int, cache: Path) -> None:
     """Show runs on a local page, also while they train: curves, plan, checkpoints, goodput.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.cache import Cache
-from graphtrain.run.serving.http.listener import bind, url_of
+from graphtrain.run.serving.http.listener import bind, make_server, url_of
 from lowering.machine.extras import is_installed, missing_extra
 
 _LAST_BYTES_SECONDS = 2
@@ -45,8 +45,6 @@ def serve_page(
 
 
 def _server(directories: Sequence[Path], cache: Cache, host: str) -> Any:
-    import uvicorn
-
     from graphtrain.run.serving.http.guard import is_local
     from graphtrain.run.watch.app import make_app
     from graphtrain.run.watch.watched_run import WatchedRun
@@ -64,17 +62,11 @@ def _server(directories: Sequence[Path], cache: Cache, host: str) -> Any:
 
     names = run_names(directories)
     runs = [WatchedRun(*one, cache) for one in zip(names, directories, strict=True)]
-    config = uvicorn.Config(
+    server = make_server(
         make_app(runs, only_local=is_local(host), lifespan=lifespan),
-        ws="none",
-        lifespan="on",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
         limit_concurrency=_MAX_CONNECTIONS,
         timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
     )
-    server = uvicorn.Server(config)
     return server
 
 

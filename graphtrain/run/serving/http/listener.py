@@ -1,6 +1,7 @@
-"""Socket on which a server of this machine listens."""
+"""Servers of this machine: the socket on which one listens, and uvicorn's settings."""
 
 import socket
+from typing import Any
 
 from graphtrain.errors import GraphtrainError
 
@@ -21,6 +22,27 @@ def bind(host: str, port: int) -> socket.socket:
         raise GraphtrainError(
             f"cannot listen on {host} port {port}: {reason}; choose another with --host or --port"
         ) from None
+
+
+def make_server(app: Any, **settings: Any) -> Any:
+    """Return uvicorn's server of an application, which logs warnings only and says no version.
+
+    Args:
+        app: Application of starlette, with a lifespan.
+        settings: Other settings of uvicorn.
+    """
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        **settings,
+    )
+    return uvicorn.Server(config)
 
 
 def url_of(listener: socket.socket, host: str) -> str:

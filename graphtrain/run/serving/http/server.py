@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from graphtrain.run.serving.http.listener import bind, url_of
+from graphtrain.run.serving.http.listener import bind, make_server, url_of
 from graphtrain.run.serving.worker import OpenedModel, Worker
 from lowering.machine.extras import is_installed, missing_extra
 
@@ -119,8 +119,6 @@ class _Lifecycle:
 
 
 def _uvicorn(lifecycle: _Lifecycle, settings: ServerSettings) -> Any:
-    import uvicorn
-
     from graphtrain.run.serving.http.app import AppSettings, make_app
     from graphtrain.run.serving.http.connection import TimedConnection
     from graphtrain.run.serving.http.guard import is_local
@@ -132,19 +130,13 @@ def _uvicorn(lifecycle: _Lifecycle, settings: ServerSettings) -> Any:
         api_key=settings.api_key,
         only_local=is_local(settings.host),
     )
-    config = uvicorn.Config(
+    return make_server(
         make_app(lifecycle.worker, app_settings, lifecycle.lifespan),
         http=TimedConnection,
-        ws="none",
-        lifespan="on",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
         limit_concurrency=_MAX_CONNECTIONS,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
     )
-    return uvicorn.Server(config)
 
 
 def _allow_connections() -> None:
