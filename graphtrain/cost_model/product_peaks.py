@@ -9,33 +9,39 @@ from graphtrain.config.schema import Model
 from graphtrain.cost_model.native_equivalent import sizes_unknown
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.models.flops import Part, forward_flops_by_part, is_gated
+from lowering.machine.target import AT_PEAK, Achieved
 
 
-def part_peak(program: ResolvedProgram, part: Part) -> float:
-    """Return the peak FLOP/s of all devices for the products of a part; 0.0 if it is unknown.
+def part_peak(program: ResolvedProgram, part: Part, achieved: Achieved = AT_PEAK) -> float:
+    """Return the FLOP/s of all devices for the products of a part; 0.0 if it is unknown.
 
-    Where some of them are in 8 bits, it is the mean over the time at both peaks. A target without
+    Where some of them are in 8 bits, it is the mean over the time at both speeds. A target without
     a peak for 8 bits has that of model.dtype: its compiler falls back to wider operands.
+
+    Args:
+        program: the program.
+        part: Part of the model.
+        achieved: Fractions of the peak that products reach. Default: the peak itself.
     """
-    wide = program.target.peak_flops(program.model.dtype)
+    wide = program.target.peak_flops(program.model.dtype) * achieved.products
     asked = program.settings.precision.matmul_dtype
     if asked is None or not (narrow := program.target.peak_flops(asked)) or not wide:
         return wide
     share = quantized_share(program, part)
-    return 1 / (share / narrow + (1 - share) / wide)
+    return 1 / (share / (narrow * achieved.narrow_products) + (1 - share) / wide)
 
 
-def step_peak(program: ResolvedProgram) -> float:
-    """Return the peak FLOP/s of all devices for the products of a whole step; 0.0 if unknown.
+def step_peak(program: ResolvedProgram, achieved: Achieved = AT_PEAK) -> float:
+    """Return the FLOP/s of all devices for the products of a whole step; 0.0 if unknown.
 
     It is that of model.dtype where the sizes of a model are unknown without building it.
     """
-    wide = program.target.peak_flops(program.model.dtype)
+    wide = program.target.peak_flops(program.model.dtype) * achieved.products
     asked = program.settings.precision.matmul_dtype
     if asked is None or not wide or sizes_unknown(program.settings):
         return wide
     flops = forward_flops_by_part(with_padding_layers(program).model, program.batch.seq_len)
-    seconds = sum(count / part_peak(program, part) for part, count in flops.items())
+    seconds = sum(count / part_peak(program, part, achieved) for part, count in flops.items())
     return sum(flops.values()) / seconds
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphtrain.config.resolve import ResolvedProgram
@@ -104,13 +105,12 @@ def _seconds_of_compute(program: ResolvedProgram, achieved: Achieved, flash: boo
     """Return the seconds of products and attention; None if the peak FLOP/s is unknown."""
     if not program.target.peak_flops(program.model.dtype):
         return None
-    parts = {
-        part.name: part.ideal / part_peak(program, part.name)
+    kernel = replace(achieved, products=achieved.attention) if flash else achieved
+    return sum(
+        part.ideal
+        / part_peak(program, part.name, kernel if part.name == "attention scores" else achieved)
         for part in flops_by_part(program, flash=flash)
-    }
-    scores = parts.pop("attention scores")
-    reached = achieved.attention if flash else achieved.products
-    return sum(parts.values()) / achieved.products + scores / reached
+    )
 
 
 def _seconds_of_memory(program: ResolvedProgram, memory: Memory, flash: bool) -> float | None:

@@ -314,10 +314,9 @@ def _share_of_peak(assessment: "Assessment") -> str:
     if (achieved := assessment.time.achieved) is None:
         return "at peak FLOP/s, which no step reaches"
     own = achieved.machine == assessment.target.partition(":")[0]
-    return (
-        f"at {achieved.products:.0%} of peak FLOP/s, attention {achieved.attention:.0%}: as "
-        f"published steps{'' if own else f' on {achieved.machine}'}"
-    )
+    narrow = "" if achieved.products_8bit is None else f", 8 bits {achieved.products_8bit:.0%}"
+    shares = f"{achieved.products:.0%} of peak FLOP/s{narrow}, attention {achieved.attention:.0%}"
+    return f"at {shares}: as published steps{'' if own else f' on {achieved.machine}'}"
 
 
 def _at_least(assessment: "Assessment") -> str:

@@ -32,10 +32,16 @@ _TOPOLOGIES = Path(__file__).parent / "topologies.toml"
 class Achieved:
     """Fractions of a machine's peak that training steps reach in practice."""
 
-    products: float  # of the peak FLOP/s, by matrix products
+    products: float  # of the peak FLOP/s, by matrix products in 16 and 32 bits
     attention: float  # of the peak FLOP/s, by kernels of causal attention that skip masked blocks
     tensor_overlap: float  # of the communication of tensor parallelism, hidden behind products
     machine: str = ""  # whose steps were published; empty: nobody's
+    products_8bit: float | None = None  # of the peak in fp8 or int8; None: as products
+
+    @property
+    def narrow_products(self) -> float:
+        """Fraction of the peak FLOP/s of 8 bits by products in fp8 and int8, with their casts."""
+        return self.products if self.products_8bit is None else self.products_8bit
 
 
 AT_PEAK = Achieved(products=1.0, attention=1.0, tensor_overlap=0.0)

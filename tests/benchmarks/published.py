@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphtrain.config.resolve import ResolvedProgram, resolve
-from graphtrain.config.schema import Batch, Mesh, Model, PipelineSettings, Program
+from graphtrain.config.schema import Batch, Mesh, Model, PipelineSettings, Precision, Program
 from graphtrain.config.schema.model import MixtureOfExperts
 from graphtrain.cost_model.assessment import Assessment, StepTime
 from graphtrain.cost_model.compute import expected_excess
@@ -94,6 +94,16 @@ class Prediction:
         """Seconds of attention's scores at the peak."""
         return (self._at(replace(AT_PEAK, attention=0.5)).compute or 0.0) - self._compute
 
+    @cached_property
+    def _narrow(self) -> float:
+        """Seconds of products in 8 bits at the peak."""
+        return (self._at(replace(AT_PEAK, products_8bit=0.5)).compute or 0.0) - self._compute
+
+    @property
+    def share_of_narrow(self) -> float:
+        """Products in 8 bits as a part of the step's time at the peak."""
+        return self._narrow / self._compute
+
     @property
     def share_of_scores(self) -> float:
         """Attention's scores as a part of the step's FLOPs."""
@@ -106,10 +116,9 @@ class Prediction:
     def seconds(self, achieved: Achieved) -> float:
         """Return the seconds of a step that reaches fractions of the machine's peak."""
         peak, reached = self._at_peak, achieved.attention
-        products = (self._compute - self._scores) / achieved.products
-        compute = products + self._scores / (
-            achieved.products if self.kernel == "none" else reached
-        )
+        wide = self._compute - self._scores - self._narrow
+        compute = wide / achieved.products + self._narrow / achieved.narrow_products
+        compute += self._scores / (achieved.products if self.kernel == "none" else reached)
         hideable = sum(
             (seconds or 0.0) * overlap_of(axes.split("+"), achieved)
             for axes, seconds in peak.communication.items()
@@ -213,11 +222,8 @@ def program_of(row: Mapping[str, Any]) -> Program:
     """Return a row as settings of a program.
 
     Raises:
-        NotModelled: a precision, a recomputation or a part of the model is not expressible.
+        NotModelled: a recomputation or a part of the model is not expressible.
     """
-    precision = row.get("precision", "bf16")
-    if precision.startswith("fp8"):
-        raise NotModelled("fp8 is not a dtype of the planner")
     if ":" not in row["target"] or " " in row["target"]:
         raise NotModelled(f"{row['target']} is not a target")
     sizes = {name: size for name, size in row["mesh"].items() if size > 1}
@@ -225,6 +231,7 @@ def program_of(row: Mapping[str, Any]) -> Program:
         target=row["target"],
         mesh=Mesh(**sizes),
         model=model_of(row),
+        precision=Precision(compute="fp8" if is_fp8(row) else "bfloat16"),
         batch=Batch(
             global_batch_size=row["global_batch"],
             seq_len=row["seq_len"],
@@ -235,6 +242,11 @@ def program_of(row: Mapping[str, Any]) -> Program:
             virtual_stages=row.get("virtual_stages", 1),
         ),
     )
+
+
+def is_fp8(row: Mapping[str, Any]) -> bool:
+    """Return whether the products of a row are in fp8, of whatever recipe."""
+    return row.get("precision", "bf16").startswith("fp8")
 
 
 def model_of(row: Mapping[str, Any]) -> Model:
@@ -302,11 +314,29 @@ def fit_machines(
     found: dict[tuple[str, Kernel], Achieved] = {}
     for machine in sorted({one.machine for one in rows}):
         own = [one for one in rows if one.machine == machine]
+        wide = [one for one in own if not one.share_of_narrow]
         found |= min(
-            (fit_kernels(own, percent / 100, tensor_overlap) for percent in range(40, 91, 2)),
-            key=lambda of: loss(own, of),
+            (fit_kernels(wide, percent / 100, tensor_overlap) for percent in range(40, 91, 2)),
+            key=lambda of: loss(wide, of),
         )
+        found |= fit_narrow([one for one in own if one.share_of_narrow], found)
     return found
+
+
+def fit_narrow(
+    rows: Sequence[Prediction], wide: Mapping[tuple[str, Kernel], Achieved]
+) -> dict[tuple[str, Kernel], Achieved]:
+    """Fit what products in 8 bits reach on a machine, beside the fractions of its other rows."""
+    machine = {one.machine for one in rows}
+    tried = (
+        {
+            key: replace(of, products_8bit=percent / 100)
+            for key, of in wide.items()
+            if key[0] in machine
+        }
+        for percent in range(30, 91, 2)
+    )
+    return min(tried, key=lambda of: loss(rows, of)) if rows else {}
 
 
 def fit_kernels(
@@ -340,7 +370,10 @@ def median_of(several: Sequence[Achieved]) -> Achieved:
         statistics.median(getattr(of, name) for of in several)
         for name in ("products", "attention", "tensor_overlap")
     )
-    return Achieved(products, attention, overlap)
+    narrow = [of.products_8bit for of in several if of.products_8bit is not None]
+    return Achieved(
+        products, attention, overlap, products_8bit=statistics.median(narrow) if narrow else None
+    )
 
 
 def platform(prediction: Prediction) -> str:
@@ -364,6 +397,7 @@ def report(
         "fitted, of the peak: products, attention, overlap of tensor parallelism",
         *(
             f"  {machine}, {kernel}: {of.products:.2f} {of.attention:.2f} {of.tensor_overlap:.1f}"
+            + (f", in 8 bits {of.products_8bit:.2f}" if of.products_8bit else "")
             for (machine, kernel), of in sorted(fitted.items())
         ),
         f"held out: {len(within)} of {len(held_out)} within {TOLERANCE:.0%}, "

@@ -227,8 +227,7 @@ def _group(operation: Operation | None) -> tuple[str, str]:
 def _product_flops_per_second(program: ResolvedProgram) -> float:
     """Return the rate of one device that the plan assumes; 0 if it is unknown."""
     achieved = program.target.achieved or AT_PEAK
-    peak = step_peak(program) / program.target.devices
-    return peak * achieved.products
+    return step_peak(program, achieved) / program.target.devices
 
 
 def _predicted(
