@@ -11,6 +11,7 @@ import click
 
 from graphtrain.api.checks.purpose import PLAN
 from graphtrain.cli.checked import check
+from graphtrain.cli.cost_options import cost_options, workload
 from graphtrain.cli.options import (
     LocalPath,
     cache_option,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from graphtrain.config.resolve import ResolvedProgram
     from graphtrain.graphs.names import PlannedPurpose, ServingPurpose
     from graphtrain.planning.answer import Answer
+    from graphtrain.planning.costs import Cost, Workload
 
 _PAGE_MARK = '<meta name="generator" content="graphtrain plan">'
 _STRATEGY_MARK = '"graphtrain_strategy"'
@@ -45,6 +47,7 @@ compile_or_estimate_option = click.option(
 @config_argument
 @target_option
 @click.option("--targets", metavar="A,B,...", help="Compare these machines, one line each.")
+@cost_options
 @overrides_option
 @cache_option
 @compile_or_estimate_option
@@ -111,11 +114,14 @@ def show(
     results: Path | None,
     strategy: Path | None,
     as_json: bool,
+    tokens: int | None,
+    prices: Path | None,
 ) -> None:
     """Show the memory, communication and time of each device for the training step of CONFIG."""
     if purpose != "train":
         options = {"--targets": targets, "--array": pattern, "--blame": blame, "--html": html,
-                   "--results": results, "--save-strategy": strategy}  # fmt: skip
+                   "--results": results, "--save-strategy": strategy, "--tokens": tokens,
+                   "--prices": prices}  # fmt: skip
         if given := [name for name, value in options.items() if value]:
             raise click.UsageError(f"{given[0]} is for training steps; remove --for {purpose}")
         checked = check(config, overrides, target, PLAN)
@@ -125,8 +131,10 @@ def show(
         raise click.UsageError("--results is only shown on a page; add --html FILE")
     if targets is not None:
         names = targets.split(",")
-        _check_targets(names)
-        _compare(names, config, overrides, cache, ask_compiler, jobs, as_json)
+        from graphtrain.cli.plan_targets import check_targets, compare
+
+        check_targets(names)
+        compare(names, config, overrides, cache, ask_compiler, jobs, as_json, tokens, prices)
         return
     outputs = {"--html": html, "--save-strategy": strategy}
     checked = check(config, overrides, target, PLAN, outputs=outputs)
@@ -159,14 +167,17 @@ def show(
         )
     if html is not None:
         _write_page(html, config, plan_answer, search_results)
+    work = workload(checked.config, tokens, prices)
     if as_json:
-        _print_json(plan_answer, pattern)
+        _print_json(plan_answer, pattern, work)
     elif blame:
         from graphtrain.planning.text import explanation_lines
 
         click.echo(explanation_lines(plan_answer.causes))
     else:
         plan_answer.print(console())
+        if work.tokens is not None:
+            click.echo(work.sentence(cost_of(plan_answer, work)))
         _print_imported(program, cache)
         print_fallbacks(checked)
     if not plan_answer.fits:
@@ -218,57 +229,6 @@ def console():
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
 
 
-def _check_targets(names: Sequence[str]) -> None:
-    """Refuse targets that do not exist, before any of them is assessed."""
-    from graphtrain.errors import PlanError
-    from lowering.errors import LoweringError
-    from lowering.machine.target import Target
-
-    problems = []
-    for name in names:
-        try:
-            Target.parse(name)
-        except LoweringError as error:
-            problems.append(f"--targets {name}: {error}")
-    if problems:
-        raise PlanError("\n".join(problems))
-
-
-def _compare(
-    targets: Sequence[str],
-    config: Path,
-    overrides: Sequence[str],
-    cache: Path,
-    ask_compiler: bool,
-    jobs: int | None,
-    as_json: bool,
-) -> None:
-    from graphtrain.cache import Cache
-    from graphtrain.cli.compile import progress
-    from graphtrain.config import load_config
-    from graphtrain.config.resolve import resolve
-    from graphtrain.planning.json_output import target_rows
-    from graphtrain.planning.targets import compare_targets
-    from graphtrain.planning.text import targets_table
-
-    def vary(change: Sequence[str]) -> "ResolvedProgram":
-        return resolve(load_config(config, [*overrides, *change]).program)
-
-    with progress() as observe:
-        rows = compare_targets(
-            targets, vary, Cache(cache), compile=ask_compiler, jobs=jobs, observe=observe
-        )
-    if as_json:
-        click.echo(json.dumps(target_rows(rows)))
-    else:
-        console().print(targets_table(rows))
-        for row in rows:
-            if remark := row.error or (row.assessment.note if row.assessment else ""):
-                click.echo(f"{row.target}: {remark}")
-    if all(row.error for row in rows):
-        sys.exit(2)
-
-
 def _print_arrays(program: "ResolvedProgram", pattern: str) -> None:
     from graphtrain.graphs.plan import plan_program
     from graphtrain.planning.tables import plan_table
@@ -278,11 +238,18 @@ def _print_arrays(program: "ResolvedProgram", pattern: str) -> None:
     console().print(plan_table(plan, matching_paths(plan, pattern)))
 
 
-def _print_json(plan_answer: "Answer", pattern: str | None) -> None:
+def cost_of(plan_answer: "Answer", work: "Workload") -> "Cost":
+    """Return what a workload costs by the plan of one target."""
+    program = plan_answer.program
+    return work.cost(program.target, program.batch.tokens, plan_answer.assessment.time)
+
+
+def _print_json(plan_answer: "Answer", pattern: str | None, work: "Workload") -> None:
     from graphtrain.planning.json_output import answer_as_json
     from graphtrain.planning.text import matching_paths
 
     contents = answer_as_json(plan_answer)
+    contents["cost"] = work.as_json(cost_of(plan_answer, work))
     if pattern is not None:
         shown = set(matching_paths(plan_answer.assessment.plan, pattern))
         contents["arrays"] = [row for row in contents["arrays"] if row["path"] in shown]

@@ -11,6 +11,7 @@ import click
 
 from graphtrain.api.checks.purpose import SEARCH
 from graphtrain.cli.checked import check
+from graphtrain.cli.cost_options import cost_options, workload
 from graphtrain.cli.options import (
     LocalPath,
     cache_option,
@@ -27,6 +28,7 @@ from graphtrain.cli.terminal import say
 if TYPE_CHECKING:
     from graphtrain.config import Config, Program
     from graphtrain.planning.candidates import Candidate
+    from graphtrain.planning.costs import Workload
     from graphtrain.planning.search import SearchResult
 
 
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Write CONFIG with the settings of the best strategy to FILE.",
 )
+@cost_options
 @json_option
 def command(
     config: Path,
@@ -72,6 +75,8 @@ def command(
     jobs: int | None,
     output: Path | None,
     as_json: bool,
+    tokens: int | None,
+    prices: Path | None,
 ) -> None:
     """Rank the parallelism strategies for the model, batch and target of CONFIG.
 
@@ -89,6 +94,7 @@ def command(
     from graphtrain.planning.search import search
     from graphtrain.planning.verify import COMPILATIONS_PER_STRATEGY, compile_best
 
+    work = workload(loaded, tokens, prices)
     if output is not None:  # before the work; whether the content is the same is known only after
         check_output(output, render(loaded).partition("\n")[0])
     result = search(
@@ -99,9 +105,9 @@ def command(
     fitting = [candidate for candidate in compiled if candidate.memory.fits]
     ranked = [*fitting, *result.ranked[len(compiled) : top], *compiled[len(fitting) :]]
     if as_json:
-        click.echo(json.dumps(in_json(result, ranked)))
+        click.echo(json.dumps(in_json(result, ranked, work)))
     else:
-        _print(loaded.program, result, ranked)
+        _print(loaded.program, result, ranked, work)
     if not ranked or not ranked[0].memory.fits:
         sys.exit(DOES_NOT_FIT)
     if output is not None:
@@ -121,7 +127,9 @@ def _with_strategy(config: "Config", best: "Program") -> "Config":
         ) from None
 
 
-def _print(program: "Program", result: "SearchResult", ranked: "Sequence[Candidate]") -> None:
+def _print(
+    program: "Program", result: "SearchResult", ranked: "Sequence[Candidate]", work: "Workload"
+) -> None:
     from graphtrain.planning.ranking import table
 
     out, batch = console(), program.batch
@@ -129,7 +137,9 @@ def _print(program: "Program", result: "SearchResult", ranked: "Sequence[Candida
         f"{program.target}, {batch.global_batch_size} x {batch.seq_len} tokens per step: "
         f"{result.considered:,} strategies in {result.seconds:.1f} s\n"
     )
-    out.print(table(ranked) if ranked else "no strategy fits")
+    out.print(table(ranked, work) if ranked else "no strategy fits")
+    if note := work.note([candidate.cost(work) for candidate in ranked]):
+        out.print(note)
     out.print("\nwhy other strategies rank lower")
     for family, reason in result.rejected.items():
         out.print(f"  {family}: {reason}", soft_wrap=True)

@@ -20,6 +20,7 @@ from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.chunk_size import loss_chunk
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.models.shapes import state_arrays
+from graphtrain.planning.costs import Cost, Workload
 from graphtrain.planning.formats import format_seconds, format_share
 from lowering.errors import LoweringError
 from lowering.machine.target import Achieved, Target
@@ -66,6 +67,10 @@ class Candidate:
         times = self.time.communication.values() if self.time else ()
         sent = sum(seconds or 0.0 for seconds in times)
         return float(f"{self.seconds:.3g}"), sent, self.sent_bytes, self.memory.peak
+
+    def cost(self, workload: Workload) -> Cost:
+        """Return what a workload takes with this strategy."""
+        return workload.cost(self.program.target, self.program.batch.tokens, self.time)
 
     @property
     def figures(self) -> tuple[str, str, str, str]:

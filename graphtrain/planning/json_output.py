@@ -16,15 +16,16 @@ if TYPE_CHECKING:
     from graphtrain.cost_model.assessment import Assessment
     from graphtrain.cost_model.compute import PartFlops
     from graphtrain.planning.answer import Answer
-    from graphtrain.planning.targets import TargetRow
+    from graphtrain.planning.costs import Workload
+from graphtrain.planning.targets import TargetRow
 
 
-def target_rows(rows: Sequence[TargetRow]) -> list[dict[str, Any]]:
+def target_rows(rows: Sequence[TargetRow], workload: Workload) -> list[dict[str, Any]]:
     """Return the rows of text.targets_table as JSON, with complete assessments."""
     return [
         {"target": row.target, "error": row.error}
         if row.assessment is None
-        else assessment_as_json(row.assessment)
+        else assessment_as_json(row.assessment) | {"cost": workload.as_json(row.cost)}
         for row in rows
     ]
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from graphtrain.planning.ledger import ErrorBar
     from graphtrain.planning.parameters import ParameterCount
     from graphtrain.planning.remedies import Remedy
-    from graphtrain.planning.targets import TargetRow
     from lowering.machine.target import Target
     from sharding_rules.plan import Plan
 
@@ -203,37 +202,6 @@ def remedies_table(remedies: "Sequence[Remedy]") -> "Table":
     return table
 
 
-def targets_table(rows: "Sequence[TargetRow]") -> "Table":
-    """Return the table that compares targets, one row for each."""
-    table = empty_table(
-        "target",
-        "mesh",
-        "source",
-        "fits",
-        ">peak MB",
-        ">of MB",
-        ">step s",
-        ">MFU",
-        ">compile s",
-    )
-    for row in rows:
-        assessment = row.assessment
-        if assessment is None:
-            table.add_row(row.target, "", "error")
-            continue
-        memory, compile_seconds = assessment.memory, assessment.compile_seconds
-        sizes = (
-            megabytes(memory.peak),
-            megabytes(memory.capacity),
-            _at_least(assessment),
-            format_share(assessment.mfu),
-        )
-        fits = "yes" if memory.fits else "no: refused" if memory.compiler_out_of_memory else "no"
-        compiled = "-" if compile_seconds is None else f"{compile_seconds:.1f}"
-        table.add_row(row.target, str(assessment.plan.mesh), memory.source, fits, *sizes, compiled)
-    return table
-
-
 def changes_table(changes: "Sequence[PlanChange]") -> "Table":
     """Return the table of differences, with values before and after."""
     table = empty_table("kind", "what", ">before", ">after", ">after/before")
@@ -317,9 +285,3 @@ def _share_of_peak(assessment: "Assessment") -> str:
     narrow = "" if achieved.products_8bit is None else f", 8 bits {achieved.products_8bit:.0%}"
     shares = f"{achieved.products:.0%} of peak FLOP/s{narrow}, attention {achieved.attention:.0%}"
     return f"at {shares}: as published steps{'' if own else f' on {achieved.machine}'}"
-
-
-def _at_least(assessment: "Assessment") -> str:
-    time = assessment.time
-    bound = "" if time.is_complete or time.total is None else "at least "
-    return bound + format_seconds(time.total)

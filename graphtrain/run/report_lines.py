@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphtrain.config.phases import describe_placement
+from graphtrain.config.tokens import tokens_of_run
 from graphtrain.data.indexed.description import read_description
 
 if TYPE_CHECKING:
@@ -48,15 +49,6 @@ def _describe_batches(program: Program) -> list[str]:
     ]
 
 
-def _tokens(config: Config) -> int:
-    """Return the tokens of all steps of a run."""
-    program, tokens, before = config.program, 0, 0
-    for phase in program.phases:
-        tokens += (phase.until - before) * program.in_phase(phase).batch.tokens
-        before = phase.until
-    return tokens + (config.run.steps - before) * program.batch.tokens
-
-
 def _describe_data(config: Config) -> str:
     """Name the training data, with its tokens and the epochs of the run where they are known."""
     train = config.run.data.train
@@ -68,7 +60,7 @@ def _describe_data(config: Config) -> str:
     text = f"{train}, {description.tokens:,} tokens"
     if config.run.data.packing not in (None, "concat") or description.conversations is not None:
         return text  # how many tokens fill a step depends on the documents
-    epochs = _tokens(config) / max(1, description.tokens)
+    epochs = tokens_of_run(config) / max(1, description.tokens)
     return f"{text}; {config.run.steps} steps are {epochs:.2f} epochs"
 
 

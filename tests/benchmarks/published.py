@@ -402,6 +402,9 @@ def report(
         ),
         f"held out: {len(within)} of {len(held_out)} within {TOLERANCE:.0%}, "
         f"median error {statistics.median(abs(errors[one.name]) for one in held_out):.1%}",
+        "held out: 80 % took {:.2f} to {:.2f} x as long as predicted".format(
+            *middle([1 / (1 + errors[one.name]) for one in held_out])
+        ),
     ]
     if markdown:
         lines += ["", "| row | published, s | predicted, s | error | |", "|---|---|---|---|---|"]
@@ -420,6 +423,12 @@ def report(
         for one in ordered
     ]
     return [*lines, "", *(f"not predicted: {name}: {why}" for name, why in reasons.items())]
+
+
+def middle(ratios: Sequence[float]) -> tuple[float, float]:
+    """Return the bounds of the middle 80 %; planning/costs.py prints those of the held-out rows."""
+    tenths = statistics.quantiles(ratios, n=10, method="inclusive")
+    return tenths[0], tenths[-1]
 
 
 def as_json(

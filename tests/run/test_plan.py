@@ -120,6 +120,23 @@ def test_several_targets_make_one_table_and_one_that_cannot_stops_no_other(plan)
     plan("config.toml", "--targets", "h100:3,h100:5", "--no-compile", status=2)
 
 
+def test_a_number_of_tokens_takes_days_and_money(plan, tmp_path):
+    (tmp_path / "prices.toml").write_text("[device_hour]\nh100 = 2.5\nh200 = 1.2\n")
+    options = "--tokens", "3B", "--prices", str(tmp_path / "prices.toml"), "--no-compile"
+    targets = "--targets", "h100:8,h200:8"
+    out, _ = plan("config.toml", *options, *targets)
+    assert out.splitlines()[0].split()[-5:] == ["tokens/s", "days", "USD", "compile", "s"]
+    first, second = json.loads(plan("config.toml", *options, *targets, "--json")[0])
+    for row, price in ((first, 2.5), (second, 1.2)):
+        cost = row["cost"]
+        assert cost["days"] == pytest.approx(3e9 / cost["tokens_per_second"] / 86400)
+        assert cost["price"] == pytest.approx(cost["days"] * 24 * 8 * price)
+    out, _ = plan("config.toml", *options, "--target", "h100:8")
+    assert f"3,000,000,000 tokens: {first['cost']['days']:.3g} (" in out
+    _, err = plan("config.toml", *options, "--target", "a100:8", status=2)
+    assert "no price of a100" in err
+
+
 def test_a_difference_is_what_a_setting_does(plan):
     out, _ = plan("diff", "config.toml", "--with", "program.model.remat=full", "--no-compile")
     kinds = {line.split()[0] for line in out.splitlines()[1:]}

@@ -32,7 +32,7 @@ _OTHERS = {
     "api/evaluation.py": "hosts join each other before anything is resolved",
     "api/checks/samples.py": "the hosts of a target whose program may not resolve",
     "cli/compile.py": "names what an Ascend target lacks on this machine",
-    "cli/plan_show.py": "refuses wrong names of --targets before any is assessed",
+    "cli/plan_targets.py": "refuses wrong names of --targets before any is assessed",
     "compile/extracted_graphs.py": "the machine of a torch-xla script, which has no program",
     "config/problems.py": "the target of a configuration whose other settings are wrong",
     "launch/job.py": "needs only the number of hosts; rule files may be on the cluster alone",

@@ -1,0 +1,149 @@
+"""Throughput, days and money of a number of tokens on a target, at prices that the user gives."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from graphtrain.cost_model.assessment import StepTime
+from graphtrain.errors import PlanError
+from graphtrain.files import validate
+from graphtrain.planning.formats import UNKNOWN
+from lowering.machine.target import Target, machines
+from sharding_rules.documents import DocumentError, read_toml
+
+_SECONDS_PER_DAY = 86_400
+# Measured over predicted time of a step, of the middle 80 % of the published steps to which nothing
+# was fitted: tests/benchmarks/published.py prints it.
+PUBLISHED_RANGE = 0.95, 1.20
+_Price = Annotated[float, Field(gt=0, lt=1e9)]
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of machines, from a file of the user; graphtrain ships none."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    device_hour: Mapping[str, _Price]  # of one device for an hour, by machine or target
+    currency: Annotated[str, Field(min_length=1, max_length=20)] = "USD"  # only shown
+
+    def hour(self, target: Target) -> float:
+        """Return the price of all devices of a target for an hour; that of its own name first.
+
+        Raises:
+            PlanError: there is none; the message says what to add.
+        """
+        for name in (str(target), target.machine):
+            if name in self.device_hour:
+                return self.device_hour[name] * target.devices
+        raise PlanError(
+            f"--prices has no price of {target.machine}; add it to [device_hour], as in "
+            f"{target.machine} = 2.5"
+        )
+
+
+def read_prices(path: Path) -> Prices:
+    """Read a TOML file of prices: a table [device_hour], and `currency`.
+
+    Raises:
+        PlanError: the file cannot be read, or has a wrong entry, which the message names.
+    """
+    try:
+        prices = validate(Prices, read_toml(path))
+    except OSError as error:
+        raise PlanError(f"--prices {path} cannot be read: {error.strerror}") from None
+    except DocumentError as error:
+        raise PlanError(f"--prices {path}: {error}") from None
+    for name in prices.device_hour:
+        machine, known = name.partition(":")[0], machines()
+        if machine not in known:
+            near = difflib.get_close_matches(machine[:100], known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise PlanError(f"--prices {path}: unknown machine {name[:100]!r}; {hint}")
+    return prices
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Number of tokens to train on, and the prices to pay for it."""
+
+    tokens: int | None = None  # None: only the throughput is asked for
+    prices: Prices | None = None
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Return the columns that cells() fills, as headings of a table."""
+        days = [] if self.tokens is None else [">days"]
+        money = [] if self.prices is None else [f">{self.prices.currency}"]
+        return [">tokens/s", *days, *money]
+
+    def cost(self, target: Target, tokens_per_step: int, time: StepTime | None) -> Cost:
+        """Return what the tokens cost on a target with this time of a step."""
+        seconds = time.total if time is not None and time.is_complete else None
+        if time is None or seconds is None:
+            return Cost()
+        rate = tokens_per_step / seconds
+        days = None if self.tokens is None else self.tokens / rate / _SECONDS_PER_DAY
+        hour = None if self.prices is None else self.prices.hour(target)
+        price = None if days is None or hour is None else days * 24 * hour
+        return Cost(rate, days, price, time.achieved and PUBLISHED_RANGE)
+
+    def cells(self, cost: Cost) -> list[str]:
+        """Return the text of each column."""
+        days = [] if self.tokens is None else [cost.days]
+        price = [] if self.prices is None else [cost.price]
+        return [_rounded(value) for value in (cost.tokens_per_second, *days, *price)]
+
+    def sentence(self, cost: Cost) -> str:
+        """Return the cost in one line, for the plan of one target."""
+        if cost.days is None:
+            return f"{self.tokens:,} tokens: unknown days, because the step's time is incomplete"
+        text = f"{self.tokens:,} tokens: {cost.between(cost.days)} days"
+        text += f" at {_rounded(cost.tokens_per_second)} tokens/s"
+        if self.prices is not None:
+            text += f", {cost.between(cost.price)} {self.prices.currency}"
+        return f"{text}; {note}" if (note := self.note([cost])) else text
+
+    @staticmethod
+    def note(costs: Sequence[Cost]) -> str:
+        """Return what the ranges of costs are from; empty without a range."""
+        ranges = {cost.range for cost in costs if cost.range is not None}
+        return "".join(
+            f"80 % of the published steps took {low} to {high} x as long as predicted"
+            for low, high in ranges
+        )
+
+    def as_json(self, cost: Cost) -> dict[str, Any]:
+        """Return the cost as JSON."""
+        currency = self.prices and self.prices.currency
+        return asdict(cost) | {"tokens": self.tokens, "currency": currency}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Throughput of a target, and what a workload takes on it; None: unknown, or not asked for."""
+
+    tokens_per_second: float | None = None
+    days: float | None = None
+    price: float | None = None
+    # Measured over predicted time, of 80 % of published steps; None: no step was published.
+    range: tuple[float, float] | None = field(default=None)
+
+    def between(self, value: float | None) -> str:
+        """Return a value with the range in which it is expected."""
+        if value is None or self.range is None:
+            return _rounded(value)
+        low, high = (_rounded(value * factor) for factor in self.range)
+        return f"{_rounded(value)} ({low} to {high})"
+
+
+def _rounded(value: float | None) -> str:
+    if value is None:
+        return UNKNOWN
+    return f"{value:.3g}" if value < 1000 else f"{float(f'{value:.3g}'):,.0f}"

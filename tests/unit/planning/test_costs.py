@@ -1,0 +1,71 @@
+"""Days and money of a number of tokens, at prices of the user."""
+
+from dataclasses import replace
+
+import pytest
+
+from graphtrain.cost_model.assessment import StepTime
+from graphtrain.errors import PlanError
+from graphtrain.planning.costs import PUBLISHED_RANGE, Cost, Prices, Workload, read_prices
+from lowering.machine.target import AT_PEAK, Target
+
+TARGET = Target.parse("h100:16")
+STEP = StepTime(compute=1.5, memory=0.5, communication={}, bubble=0.0, overlapped=0.0)
+PRICES = Prices({"h100": 2.5}, "EUR")
+WORK = Workload(tokens=86_400_000, prices=PRICES)
+
+
+def test_tokens_take_days_and_money_by_the_time_of_a_step():
+    cost = WORK.cost(TARGET, 2_000, STEP)  # 1,000 tokens per second: one day
+    assert cost == Cost(tokens_per_second=1_000, days=1.0, price=24 * 16 * 2.5)
+    assert WORK.cells(cost) == ["1,000", "1", "960"] and WORK.columns[-1] == ">EUR"
+    assert WORK.sentence(cost) == "86,400,000 tokens: 1 days at 1,000 tokens/s, 960 EUR"
+    assert Workload().cells(cost) == ["1,000"] and Workload().columns == [">tokens/s"]
+
+
+def test_what_published_steps_took_gives_a_range():
+    cost = WORK.cost(TARGET, 2_000, replace(STEP, achieved=AT_PEAK))
+    low, high = PUBLISHED_RANGE
+    assert cost.between(1.0) == f"1 ({low:.3g} to {high:.3g})"
+    assert f"80 % of the published steps took {low} to {high} x" in WORK.sentence(cost)
+
+
+def test_an_incomplete_time_has_no_cost():
+    cost = WORK.cost(TARGET, 2_000, replace(STEP, memory=None))
+    assert cost == Cost() and WORK.cells(cost) == ["unknown"] * 3
+    assert "unknown" in WORK.sentence(cost) and WORK.cost(TARGET, 2_000, None) == Cost()
+
+
+def test_the_price_of_a_target_takes_precedence_over_its_machines():
+    prices = Prices({"h100": 2.5, "h100:16": 2.0})
+    assert prices.hour(TARGET) == 32 and prices.hour(Target.parse("h100:8")) == 20
+    with pytest.raises(PlanError, match=r"no price of v5p; add it to \[device_hour\]"):
+        prices.hour(Target.parse("v5p:2x2x1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("foo = 1", "device_hour"),
+        ("[device_hour]\nh1000 = 1", "did you mean h100"),
+        ("[device_hour]\nh100 = 0", "device_hour.h100: Input should be greater than 0"),
+        ("[device_hour]\nh100 = nan", "h100"),
+        ("[device_hour]\nh100 = '2'", "valid number"),
+        ("[device_hour", "Expected"),
+        ("per_hour = 3\n[device_hour]\nh100 = 1", "per_hour"),
+    ],
+)
+def test_wrong_prices_are_named(tmp_path, text, problem):
+    path = tmp_path / "prices.toml"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=r"--prices .*prices.toml") as error:
+        read_prices(path)
+    assert problem in str(error.value)
+    with pytest.raises(PlanError, match="cannot be read"):
+        read_prices(tmp_path / "none.toml")
+
+
+def test_prices_are_read(tmp_path):
+    path = tmp_path / "prices.toml"
+    path.write_text('currency = "EUR"\n[device_hour]\nh100 = 2.5\n"v5p:2x2x1" = 4\n')
+    assert read_prices(path) == Prices({"h100": 2.5, "v5p:2x2x1": 4.0}, "EUR")
