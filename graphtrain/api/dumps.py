@@ -41,13 +41,17 @@ def dump(
     set: Settings = (),
     cache: str | os.PathLike[str] | None = None,
     compile: bool = False,
+    coordinator: str | None = None,
+    processes: int | None = None,
+    rank: int | None = None,
     compile_hint: str = "graphtrain.compile(..., purpose='dump')",
     observe: Observer = observe_nothing,
     log: Callable[[str], None] = log,
 ) -> StoredDump:
     """Run training steps and write named activations and gradients of each into a new directory.
 
-    The steps are those that the run would take next. The run itself is not changed.
+    The steps are those that the run would take next. The run itself is not changed. With several
+    processes, all call it with one directory, on a file system that they share.
 
     Args:
         config: A configuration, in any form that load_config accepts, or the directory of a run.
@@ -62,6 +66,9 @@ def dump(
         set: Settings to change.
         cache: Directory of compiled programs; None for $GRAPHTRAIN_CACHE, else ./cache.
         compile: Whether to compile missing programs first, in place of MissingProgram.
+        coordinator: Address of rank 0, host:port, if there are several processes.
+        processes: Number of processes.
+        rank: Rank of this process, from 0.
         compile_hint: What compiles missing programs, for the error message.
         observe: Called with the progress of compilations.
         log: Called with what is fetched from a remote cache.
@@ -76,9 +83,10 @@ def dump(
     from graphtrain.config.resolve import resolve
     from graphtrain.errors import MissingProgram
     from graphtrain.run.dumps.take import take_dump
-    from graphtrain.run.processes import join_run
+    from graphtrain.run.processes import expected_rank, is_rank_zero, join_run
 
-    checked = checked_config(config, dump_purpose(compiles=compile), set=set, target=target)
+    purpose, known = dump_purpose(compiles=compile), expected_rank(coordinator, processes, rank)
+    checked = checked_config(config, purpose, set=set, target=target, rank=known)
     settings = with_arrays(checked.config, arrays, summary)
     program, store = resolve(settings.program), open_cache(cache)
 
@@ -89,7 +97,8 @@ def dump(
                 settings, name=name, cache=cache, purpose="dump", observe=observe, log=log
             )
 
-    join_run(program.target, settings.run.watchdog, prepare=lambda _: prepare())
+    limits = settings.run.watchdog
+    join_run(program.target, limits, coordinator, processes, rank, lambda _: prepare())
     start = named_step(Path(settings.run.directory) / "checkpoints", step)
     try:
         stored = take_dump(
@@ -105,7 +114,8 @@ def dump(
     except MissingProgram:
         array_names(settings)  # a wrong name is the better reason
         raise
-    _upload(settings.run, Path(directory))
+    if is_rank_zero():
+        _upload(settings.run, Path(directory))
     return stored
 
 

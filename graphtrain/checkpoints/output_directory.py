@@ -19,7 +19,7 @@ def create_directory(destination: Path) -> Iterator[Path]:
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise WeightsError(f"{destination} exists already; remove it or choose another name")
-    unfinished = destination.with_name(f".{destination.name}.unfinished")
+    unfinished = unfinished_name(destination)
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -31,6 +31,11 @@ def create_directory(destination: Path) -> Iterator[Path]:
         raise WeightsError(f"{destination} cannot be written: {error}") from error
     finally:
         _remove_directory(unfinished)
+
+
+def unfinished_name(destination: Path) -> Path:
+    """Return the name of a directory until it is complete."""
+    return destination.with_name(f".{destination.name}.unfinished")
 
 
 def _remove_directory(directory: Path) -> None:

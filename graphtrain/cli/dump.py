@@ -16,6 +16,7 @@ from graphtrain.cli.options import (
     config_argument,
     json_option,
     overrides_option,
+    process_options,
     step_option,
     target_option,
 )
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 @target_option
 @overrides_option
 @cache_option
+@process_options
 @click.option(
     "--compile",
     "compile_missing",
@@ -77,19 +79,25 @@ def command(
     target: str | None,
     overrides: Sequence[str],
     cache: Path,
+    coordinator: str | None,
+    count: int | None,
+    rank: int | None,
     compile_missing: bool,
     as_json: bool,
 ) -> None:
     """Write activations and gradients of the next training steps of CONFIG into DIRECTORY.
 
     The steps start from the last checkpoint or, if there is none, from the initial state; the run
-    is not changed. graphtrain compare finds the first difference between two dumps.
+    is not changed. graphtrain compare finds the first difference between two dumps. With several
+    processes, each runs the command, with one DIRECTORY that all see.
     """
     if directory is None and not lists:
         raise click.UsageError("name a DIRECTORY to write to, or use --list")
     from graphtrain.api.dumps import array_names, dump, with_arrays
+    from graphtrain.run.processes import expected_rank, is_rank_zero
 
-    checked = check(config, overrides, target, dump_purpose(compiles=compile_missing))
+    purpose, known = dump_purpose(compiles=compile_missing), expected_rank(coordinator, count, rank)
+    checked = check(config, overrides, target, purpose, rank=known)
     settings = with_arrays(checked.config, arrays, summary)
     if lists:
         _print_names(array_names(settings), as_json)
@@ -109,11 +117,15 @@ def command(
             torch=eager,
             cache=cache,
             compile=compile_missing,
+            coordinator=coordinator,
+            processes=count,
+            rank=rank,
             compile_hint=hint,
             observe=observe,
             log=say,
         )
-    _print_dump(stored, as_json)
+    if is_rank_zero():
+        _print_dump(stored, as_json)
 
 
 def _compile_hint(

@@ -123,7 +123,7 @@ def run_tasks(
         for label, on_mesh in meshes.items():
             labels = [*parts, label] if label else parts
             verification = VERIFICATION_GRAPHS if runs[name].verify_every else ()
-            tasks += _of_phases(name, on_mesh, labels, verification)
+            tasks += _of_phases(name, on_mesh, "train", labels, verification)
             if (purpose := purpose_while_training(runs[name])) is not None:
                 tasks += _tasks(name, on_mesh, purpose, labels)
     return tasks
@@ -138,29 +138,35 @@ def run_requests(
 
 
 def _of_phases(
-    name: str, program: ResolvedProgram, parts: Sequence[str], more: Sequence[str] = ()
+    name: str,
+    program: ResolvedProgram,
+    purpose: Literal["train", "dump"],
+    parts: Sequence[str],
+    more: Sequence[str] = (),
 ) -> list[Task]:
     """Return the tasks of all phases of a run; its first phase computes the initial state."""
     tasks: dict[str, Task] = {}
     for phase in training_phases(program):
         labels = [*parts, phase.label] if phase.label else parts
-        for task in _tasks(name, phase.program, "train", labels, more):
+        for task in _tasks(name, phase.program, purpose, labels, more):
             if task.graph != "init" or not phase.start:
                 tasks.setdefault(task.request.digest, task)  # two phases may have one program
     return list(tasks.values())
 
 
 def tasks_of(programs: Mapping[str, ResolvedProgram], purpose: Purpose = "train") -> list[Task]:
-    """Return the tasks of the graphs that a purpose needs.
+    """Return the tasks of the graphs that a purpose needs; those of a dump are of all phases.
 
     The name of a single program is left out of labels.
     """
-    is_only = len(programs) == 1
-    return [
-        task
-        for name, program in programs.items()
-        for task in _tasks(name, program, purpose, [] if is_only else [name])
-    ]
+    tasks = []
+    for name, program in programs.items():
+        parts = [] if len(programs) == 1 else [name]
+        if purpose == "dump":
+            tasks += _of_phases(name, program, purpose, parts)
+        else:
+            tasks += _tasks(name, program, purpose, parts)
+    return tasks
 
 
 def _tasks(

@@ -170,7 +170,8 @@ def _train(program: ResolvedProgram, dump: ArrayDump | None = None) -> Graph:
         if dump is None:
             gradients, metrics = accumulate_gradients(program, point, batch, frozen)
         else:
-            gradients, metrics, arrays = dump.gradients(point, batch, frozen)
+            with quantize_products(program.settings.precision):
+                gradients, metrics, arrays = dump.gradients(point, batch, frozen)
             arrays = {"arrays": arrays}
         # Update in the sharding of the optimizer state (ZeRO-1); only the result is resharded.
         gradients = constrain_tree(gradients, specs, "optimizer")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,7 +26,9 @@ from graphtrain.graphs.dumped_arrays import (
 )
 from graphtrain.graphs.loss_scale import loss_scale, unscaled
 from graphtrain.graphs.names import KINDS, SUMMARY
-from graphtrain.graphs.objectives import metric_names, training_objective
+from graphtrain.graphs.objectives import metric_names, step_key, training_objective
+from graphtrain.graphs.open_model import open_language_model
+from graphtrain.graphs.pipelined_dump import layers_of_rows, recorded_gradients
 from graphtrain.models.attention.ring_order import to_ring_order
 from lowering.tracing.constrain import constrain, constrain_tree
 from lowering.tracing.current_target import trace_for_target
@@ -34,6 +36,7 @@ from lowering.tracing.recorded_lines import RecordedLines, recorded_lines
 from lowering.tracing.recording import RecordedArray, recording
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
+from sharding_rules.pipeline import Stages
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,18 @@ class ArrayDump:
             inputs: ArraySpecs of the inputs of its training step.
 
         Raises:
-            PlanError: no array has such a name, or the program is a pipeline.
+            PlanError: no array has such a name, or the program is a pipeline of an imported model.
         """
+        specs = inputs["state"]["parameters"]
         if program.stages is not None:
-            raise PlanError(
-                "graphtrain dump does not support pipeline parallelism (mesh.stage = "
-                f"{program.stages.stages}); use --set program.mesh.stage=1"
-            )
-        specs, (recorded, lines) = inputs["state"]["parameters"], _recorded(program, inputs)
+            model = open_language_model(program.model)
+            if model.uses_module_names:
+                raise PlanError(
+                    "graphtrain dump does not support pipeline parallelism of imported models "
+                    f"(mesh.stage = {program.stages.stages}); use --set program.mesh.stage=1"
+                )
+            specs = model.specs()  # of the layers in order, as dumps of other meshes have them
+        recorded, lines = _recorded(program, inputs, specs)
         arrays = all_arrays(specs, recorded, lines)
         chosen = choose(program.settings.dump.arrays, arrays)
         return cls(program, specs, recorded, tuple(chosen))
@@ -98,8 +105,60 @@ class ArrayDump:
 
         Gradients are reduced after each microbatch.
         """
-        batch, microbatches = to_ring_order(batch), self.program.batch.microbatches
-        scale = loss_scale(self.program, state)
+        batch, scale = to_ring_order(batch), loss_scale(self.program, state)
+        if self.program.stages is not None:
+            gradients, metrics, arrays = self._pipelined(self.program.stages, state, batch)
+        else:
+            gradients, metrics, arrays = self._accumulated(state, batch, frozen)
+        gradients = unscaled(gradients, scale)
+        arrays |= self._returned({GRADIENTS: self._of_parameters(gradients)})
+        return gradients, metrics, unflatten(arrays)
+
+    def _pipelined(
+        self, stages: Stages, state: Tree, batch: Tree
+    ) -> tuple[Tree, Tree, dict[str, jax.Array]]:
+        """Return gradients, times the loss scale, metrics and arrays of activations."""
+        program, key = self.program, step_key(self.program, state)
+        gradients, metrics, forward, backward = recorded_gradients(
+            program,
+            stages,
+            state,
+            batch,
+            key,
+            self.recorded,
+            self._paths(FORWARD),
+            self._paths(BACKWARD),
+        )
+        arrays = {FORWARD: forward, BACKWARD: self._unscaled(backward, loss_scale(program, state))}
+        specs = open_language_model(program.model).pipeline_specs(self.specs, stages)
+        gradients = constrain_tree(gradients, specs, "optimizer")
+        return gradients, metrics, jax.vmap(self._returned)(arrays)
+
+    def _of_parameters(self, gradients: Tree) -> dict[str, jax.Array]:
+        """Return the gradients of parameters by path, their layers in order."""
+        stages, by_path = self.program.stages, flatten(gradients)
+        if stages is None:
+            return by_path
+        shapes = {path: spec.shape for path, spec in flatten(self.specs).items()}
+        return {
+            path: array if array.shape == shapes[path] else layers_of_rows(stages, array)
+            for path, array in by_path.items()
+        }
+
+    def _unscaled(
+        self, backward: Mapping[str, jax.Array], scale: jax.Array | None
+    ) -> Mapping[str, jax.Array]:
+        """Return gradients of activations without the loss scale."""
+        if scale is None:
+            return backward
+        # In float32, since without the scale some would round to zero.
+        return {path: x.astype(jnp.float32) / scale for path, x in backward.items()}
+
+    def _accumulated(
+        self, state: Tree, batch: Tree, frozen: Tree | None
+    ) -> tuple[Tree, Tree, dict[str, jax.Array]]:
+        """Return gradients, times the loss scale, metrics and arrays of activations."""
+        microbatches, scale = self.program.batch.microbatches, loss_scale(self.program, state)
         parameters = state["parameters"]
         objective = training_objective(self.program, state, frozen, batch)
         wanted = {kind: self._paths(kind) for kind in KINDS}
@@ -118,9 +177,7 @@ class ArrayDump:
                 parameters, slots, microbatch, index
             )
             gradients = constrain_tree(gradients, self.specs, "optimizer")
-            if scale is not None:  # in float32, since without the scale some would round to zero
-                backward = {path: x.astype(jnp.float32) / scale for path, x in backward.items()}
-            arrays = {FORWARD: forward, BACKWARD: backward}
+            arrays = {FORWARD: forward, BACKWARD: self._unscaled(backward, scale)}
             return (gradients, metrics), self._returned(arrays)
 
         if microbatches == 1:
@@ -139,9 +196,7 @@ class ArrayDump:
             (gradients, metrics), arrays = jax.lax.scan(
                 add, start, (batch, jnp.arange(microbatches))
             )
-        gradients = unscaled(gradients, scale)
-        arrays |= self._returned({GRADIENTS: flatten(gradients)})
-        return gradients, metrics, unflatten(arrays)
+        return gradients, metrics, arrays
 
     def _returned(self, arrays: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
         """Return the chosen arrays of these kinds, or their summaries, by kind and path."""
@@ -236,9 +291,14 @@ def summarize(x: jax.Array, kept: int) -> jax.Array:
 
 
 def _recorded(
-    program: ResolvedProgram, inputs: Mapping[str, Tree]
+    program: ResolvedProgram, inputs: Mapping[str, Tree], specs: Tree
 ) -> tuple[dict[str, RecordedArray], RecordedLines]:
-    """Return the activations that a model names, in the order of execution, and their lines."""
+    """Return the activations that a model names, in the order of execution, and their lines.
+
+    They are those of one microbatch without stages, whose layers are in order.
+    """
+    program = replace(program, stages=None)
+    inputs = {**inputs, "state": {**inputs["state"], "parameters": specs}}
 
     def trace(state: Tree, frozen: Tree | None, batch: Tree, microbatch: Tree) -> jax.Array:
         objective = training_objective(program, state, frozen, batch)

@@ -11,7 +11,7 @@ from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.token_loss import weighted_loss
 from graphtrain.models.pipeline_stages import split_batch
 from lowering.pipeline.one_f_one_b import one_f_one_b_gradients
-from lowering.pipeline.schedule import PipelineLoss
+from lowering.pipeline.schedule import Pipeline, PipelineLoss
 from lowering.pipeline.schedules import pipeline_loss
 from lowering.tracing.constrain import mesh_axes_of, placement
 from lowering.trees import Tree
@@ -32,6 +32,28 @@ def pipelined_gradients(
         batch: Arrays (microbatches, batch, seq).
         key: Random key of the step, for dropout.
     """
+    pipeline, batch = training_pipeline(program, stages, state, batch, key)
+    model, scale = open_language_model(program.model), loss_scale(program, state)
+    if program.pipeline.schedule == "1f1b":
+        parameters = model.split_for_pipeline(state["parameters"])
+        value, gradients = one_f_one_b_gradients(pipeline, parameters, batch)
+        merged = model.merge_gradients(gradients, state["parameters"])
+        return merged, unscaled(metrics_by_name(value.metrics), scale)
+
+    def objective(parameters: Tree) -> PipelineLoss:
+        return pipeline_loss(pipeline, model.split_for_pipeline(parameters), batch)
+
+    (_, metrics), gradients = jax.value_and_grad(objective, has_aux=True)(state["parameters"])
+    return gradients, unscaled(metrics_by_name(metrics), scale)
+
+
+def training_pipeline(
+    program: ResolvedProgram, stages: Stages, state: Tree, batch: Tree, key: jax.Array
+) -> tuple[Pipeline, Tree]:
+    """Return the pipeline of a training step, and its batch with the weights of the objective.
+
+    Arguments are those of `pipelined_gradients`.
+    """
     scale = loss_scale(program, state)
     total = jnp.maximum(batch["weights"].sum(), 1.0)
     batch = {**batch, "weights": scaled(batch["weights"] / total, scale)}
@@ -46,21 +68,11 @@ def pipelined_gradients(
         else None
     )
     term_weight = scaled(1 / count, scale)
-    pipeline = model.pipeline(stages, score, keys, term_weight, batch["tokens"])
-    if program.pipeline.schedule == "1f1b":
-        parameters = model.split_for_pipeline(state["parameters"])
-        value, gradients = one_f_one_b_gradients(pipeline, parameters, batch)
-        merged = model.merge_gradients(gradients, state["parameters"])
-        return merged, unscaled(_by_name(value.metrics), scale)
-
-    def objective(parameters: Tree) -> PipelineLoss:
-        return pipeline_loss(pipeline, model.split_for_pipeline(parameters), batch)
-
-    (_, metrics), gradients = jax.value_and_grad(objective, has_aux=True)(state["parameters"])
-    return gradients, unscaled(_by_name(metrics), scale)
+    return model.pipeline(stages, score, keys, term_weight, batch["tokens"]), batch
 
 
-def _by_name(metrics: tuple[jax.Array, Tree]) -> Tree:
+def metrics_by_name(metrics: tuple[jax.Array, Tree]) -> Tree:
+    """Return the metrics of a pipeline's last part and of its stages."""
     loss, of_stages = metrics
     return {"loss": loss, **of_stages}
 

@@ -12,9 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphtrain.config.schema import Model
-from graphtrain.models.block import apply_stack, global_attention_layers, layer_keys, split_key
+from graphtrain.models.block import (
+    RESIDUAL_AXES,
+    apply_stack,
+    global_attention_layers,
+    layer_keys,
+    split_key,
+)
 from graphtrain.models.decoder import Parameters, merge
 from lowering.pipeline.schedule import Pipeline
+from lowering.tracing.recording import record
 from lowering.trees import Tree
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.pipeline import Stages
@@ -83,7 +90,8 @@ def decoder_pipeline(
         return split_key(None if keys is None else keys(microbatch_index))
 
     def embed_stage(weights: Tree, microbatch: Tree, microbatch_index: jax.Array) -> jax.Array:
-        return merge(model, weights).embed(microbatch["tokens"], keys_of(microbatch_index)[0])
+        x = merge(model, weights).embed(microbatch["tokens"], keys_of(microbatch_index)[0])
+        return record("embedding", x, *RESIDUAL_AXES)
 
     def layer_stage(
         rows: Tree, x: jax.Array, microbatch_index: jax.Array, chunk: jax.Array
@@ -106,7 +114,9 @@ def decoder_pipeline(
 
     def loss_stage(weights: Tree, x: jax.Array, microbatch: Tree) -> tuple[jax.Array, Any]:
         decoder = merge(model, weights)
-        return score(decoder.unembed(decoder.final_norm(x)), microbatch)
+        normed = record("final_norm", decoder.final_norm(x), *RESIDUAL_AXES)
+        logits = record("logits", decoder.unembed(normed), "batch", "seq", "vocab")
+        return score(logits, microbatch)
 
     return Pipeline(
         embed_stage,

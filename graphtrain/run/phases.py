@@ -51,16 +51,23 @@ class PhaseSequence:
     They are loaded when their phase begins.
     """
 
-    def __init__(self, phases: Sequence[PhasePrograms], current: int, open_data: OpenData) -> None:
+    def __init__(
+        self,
+        phases: Sequence[PhasePrograms],
+        current: int,
+        open_data: OpenData,
+        graph: str = "train",
+    ) -> None:
         """Begin in one of the phases; `open` opens its data.
 
         Args:
             phases: Phases in order.
             current: Index of the phase of the last completed step.
             open_data: Opens the data loader of a phase.
+            graph: Name of the graph that takes the batches.
         """
         self.phases, self._open_data = phases, open_data
-        self._index = current
+        self._index, self._graph = current, graph
         self._opened: tuple[Any, BatchPlacement] | None = None
 
     @property
@@ -83,7 +90,7 @@ class PhaseSequence:
     def open(self) -> None:
         """Open the data of the current phase."""
         phase, programs = self.current.phase, self.current.programs
-        placement = BatchPlacement(programs["train"].inputs("batch"), phase.program.target)
+        placement = BatchPlacement(programs[self._graph].inputs("batch"), phase.program.target)
         self._opened = self._open_data(phase, placement), placement
 
     def is_over(self, step: int) -> bool:

@@ -37,8 +37,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from lowering.pipeline.recorded import Wanted
 from lowering.pipeline.ring import Ring
 from lowering.tracing.constrain import mesh_axes_of, placement
+from lowering.tracing.recording import Recorded, call_recording
 from lowering.trees import Tree
 from sharding_rules.pipeline import Schedule, WeightCopies, weight_copies
 
@@ -88,12 +90,25 @@ class Pipeline:
     )
     # A stage computes a ring's part of the positions, given only that part of x.
     splits_positions: bool = False
+    wanted: Wanted | None = None  # named activations that are returned; None: none
 
-    def embed(self, ring: Ring, weights: Tree, microbatches: Tree) -> jax.Array:
+    def recorded(
+        self, part: Callable[..., Any], slots: Recorded, *inputs: Any
+    ) -> tuple[Any, Recorded]:
+        """Call a part of the pipeline; return its result and the activations that are wanted."""
+        return call_recording(self.wanted and self.wanted.values, slots, part, *inputs)
+
+    def embed(
+        self, ring: Ring, weights: Tree, microbatches: Tree, slots: Recorded
+    ) -> tuple[jax.Array, Recorded]:
         """Return the embedded microbatches in blocks; each stage computes equally many."""
         indices = jnp.arange(len(jax.tree.leaves(microbatches)[0]))
-        embed_all = jax.vmap(self.first, in_axes=(None, 0, 0), spmd_axis_name=ring.axis)
-        return embed_all(weights, microbatches, indices)
+
+        def embed_one(weights: Tree, slots: Recorded, *inputs: Any) -> tuple[jax.Array, Recorded]:
+            return self.recorded(self.first, slots, weights, *inputs)
+
+        embed_all = jax.vmap(embed_one, in_axes=(None, 0, 0, 0), spmd_axis_name=ring.axis)
+        return embed_all(weights, slots, microbatches, indices)
 
     def total(
         self,

@@ -10,18 +10,25 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from lowering.pipeline.recorded import (
+    NOTHING_RECORDED,
+    RecordedParts,
+    TickOrder,
+    last_spec,
+    stage_spec,
+)
 from lowering.pipeline.ring import Ring, read_slot, replace_slot, zero_unless
 from lowering.pipeline.schedule import (
     Pipeline,
     PipelineLoss,
     Scalars,
-    StageResult,
     loop_parameters,
     map_stages,
     mesh_axes_size,
     scalars_as_arrays,
 )
 from lowering.tracing.constrain import manual_axes
+from lowering.tracing.recording import Recorded
 from lowering.trees import Tree
 
 
@@ -30,58 +37,98 @@ def pipeline_loss(pipeline: Pipeline, parameters: Tree, microbatches: Tree) -> P
 
     With several rounds this is the circular schedule, with one round GPipe.
     """
+    return recorded_pipeline_loss(pipeline, parameters, microbatches)[0]
+
+
+def recorded_pipeline_loss(
+    pipeline: Pipeline,
+    parameters: Tree,
+    microbatches: Tree,
+    slots: RecordedParts = NOTHING_RECORDED,
+) -> tuple[PipelineLoss, RecordedParts]:
+    """Compute as `pipeline_loss`; return the activations that are wanted too.
+
+    Args:
+        pipeline: the functions to compute.
+        parameters: weights of all parts.
+        microbatches: inputs.
+        slots: zeros in the shape of activations, with respect to which the caller differentiates.
+    """
     axes = pipeline.axes("circular", microbatches)
     ring, copies, manual = axes.ring, axes.copies, axes.all
+    count = len(jax.tree.leaves(microbatches)[0])
+    ticks = count * pipeline.virtual_stages + ring.size - 1
+    order = TickOrder(ring, ticks, count, pipeline.virtual_stages)
 
-    def device(parameters: Tree, queue: jax.Array, block: Tree) -> PipelineLoss:
+    def device(parameters: Tree, queue: jax.Array, block: Tree, slots: _OfDevice) -> Any:
         with manual_axes(manual):
-            return scalars_as_arrays(
-                _forward(pipeline, ring, mesh_axes_size(copies.all), parameters, queue, block)
+            loss, recorded = _forward(
+                pipeline, order, mesh_axes_size(copies.all), parameters, queue, block, slots
             )
+        return scalars_as_arrays(loss), recorded
 
     blocks = PartitionSpec(ring.axis, *copies)
-    specs = pipeline.parameter_specs(ring), blocks, blocks
-    each = map_stages(device, manual, specs, PartitionSpec(manual))
-    queue = pipeline.embed(ring, parameters["first"], microbatches)
-    return jax.tree.map(jnp.sum, each(loop_parameters(parameters), queue, microbatches))
+    of_device = stage_spec(ring, copies), last_spec(ring, copies)
+    specs = pipeline.parameter_specs(ring), blocks, blocks, of_device
+    each = map_stages(device, manual, specs, (PartitionSpec(manual), of_device))
+    queue, of_first = pipeline.embed(ring, parameters["first"], microbatches, slots.first)
+    slots_of_device = order.to_ticks(slots.stages, order.forward), slots.last
+    losses, (of_stages, of_last) = each(
+        loop_parameters(parameters), queue, microbatches, slots_of_device
+    )
+    of_stages = order.to_microbatches(of_stages, order.forward)
+    return jax.tree.map(jnp.sum, losses), RecordedParts(of_first, of_stages, of_last)
+
+
+_OfDevice = tuple[Recorded, Recorded]  # activations of the stages and of `last`, or their slots
 
 
 def _forward(
-    pipeline: Pipeline, ring: Ring, copies: int, parameters: Tree, queue: jax.Array, block: Tree
-) -> PipelineLoss:
+    pipeline: Pipeline,
+    order: TickOrder,
+    copies: int,
+    parameters: Tree,
+    queue: jax.Array,
+    block: Tree,
+    slots: _OfDevice,
+) -> tuple[PipelineLoss, _OfDevice]:
     """Run one device's forward pass: its chunks of all microbatches, and the loss of its block."""
-    microbatches = len(queue) * ring.size
+    ring, microbatches = order.ring, order.microbatches
     work = _chunk_work(pipeline, ring)
 
-    def tick(carry: tuple[jax.Array, jax.Array], tick: jax.Array) -> tuple[Any, Scalars]:
+    def tick(carry: tuple[jax.Array, jax.Array], inputs: Any) -> tuple[Any, Any]:
+        tick, slots = inputs
         x, queue = _exchange_with_queue(pipeline, ring, tick, *carry)
         slot = tick - ring.index
         real = (slot >= 0) & (slot < microbatches * pipeline.virtual_stages)
-        y, *of_stage = work(parameters["stages"], x, jnp.maximum(slot, 0))
-        return (ring.send_forward(y), queue), zero_unless(real, tuple(of_stage))
+        (y, *of_stage), recorded = work(parameters["stages"], x, jnp.maximum(slot, 0), slots)
+        return (ring.send_forward(y), queue), (zero_unless(real, tuple(of_stage)), recorded)
 
-    ticks = microbatches * pipeline.virtual_stages + ring.size - 1
-    carry, of_stages = lax.scan(tick, (jnp.zeros_like(queue[0]), queue), jnp.arange(ticks))
-    _, queue = _exchange_with_queue(pipeline, ring, jnp.int32(ticks), *carry)
+    carry, (of_stages, recorded) = lax.scan(
+        tick, (jnp.zeros_like(queue[0]), queue), (jnp.arange(order.ticks), slots[0])
+    )
+    _, queue = _exchange_with_queue(pipeline, ring, jnp.int32(order.ticks), *carry)
 
-    def score(item: tuple[jax.Array, Tree]) -> tuple[jax.Array, Scalars]:
-        return pipeline.last(parameters["last"], *item)
+    def score(item: tuple[jax.Array, Tree, Recorded]) -> tuple[tuple[jax.Array, Scalars], Recorded]:
+        x, microbatch, slots = item
+        return pipeline.recorded(pipeline.last, slots, parameters["last"], x, microbatch)
 
     # The result of a microbatch is put into the queue S exchanges after the microbatch left it.
-    scores = lax.map(jax.checkpoint(score), (jnp.roll(queue, -ring.size, axis=0), block))
-    return pipeline.total(scores, of_stages, copies)
+    items = jnp.roll(queue, -ring.size, axis=0), block, slots[1]
+    scores, recorded_last = lax.map(jax.checkpoint(score), items)
+    return pipeline.total(scores, of_stages, copies), (recorded, recorded_last)
 
 
 def _chunk_work(pipeline: Pipeline, ring: Ring) -> Callable:
     """Return a stage's work in a slot: one microbatch in one round, in tick order."""
 
-    def work(rows: Tree, x: jax.Array, slot: jax.Array) -> StageResult:
+    def work(rows: Tree, x: jax.Array, slot: jax.Array, slots: Recorded) -> tuple[Any, Recorded]:
         group, within = jnp.divmod(slot, ring.size * pipeline.virtual_stages)
         turn, position = jnp.divmod(within, ring.size)
         if pipeline.virtual_stages > 1:
             rows = jax.tree.map(lambda array: read_slot(array, turn), rows)
         microbatch, chunk = group * ring.size + position, turn * ring.size + ring.index
-        return pipeline.stage(rows, x, microbatch, chunk)
+        return pipeline.recorded(pipeline.stage, slots, rows, x, microbatch, chunk)
 
     return jax.checkpoint(work, prevent_cse=False) if pipeline.remat else work
 

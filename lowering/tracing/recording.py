@@ -8,15 +8,17 @@ of the compiled program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from lowering.tracing.constrain import constrain
 from lowering.tracing.context import set_context_variable
 from lowering.tracing.source_lines import current_line
 
@@ -72,6 +74,41 @@ def recording(
     with set_context_variable(_recorder, new) as recorder:
         assert recorder is not None
         yield recorder
+
+
+Recorded = Mapping[str, jax.Array]  # activations, or gradients with respect to them, by name
+
+
+def call_recording(
+    is_wanted: Wanted | None, slots: Recorded, function: Callable[..., Any], *inputs: Any
+) -> tuple[Any, Recorded]:
+    """Call a function; return its result and the values of its named activations.
+
+    This is how they leave a loop or a shard_map, whose body calls it.
+
+    Args:
+        is_wanted: whether the value of a name is collected; None: nothing is recorded.
+        slots: zeros by name, as of `recording`.
+        function: the function.
+        inputs: its inputs.
+    """
+    if is_wanted is None:
+        return function(*inputs), {}
+    with recording(is_wanted, slots) as recorder:
+        result = function(*inputs)
+    return result, recorder.values
+
+
+def zero_slots(names: Collection[str], function: Callable[..., Any], *inputs: Any) -> Recorded:
+    """Return zeros in the shapes of some named activations of a function, found by tracing it."""
+    if not names:
+        return {}
+    with recording() as recorder:
+        jax.eval_shape(function, *inputs)
+    found = {name: recorder.described[name] for name in names if name in recorder.described}
+    return {
+        name: constrain(jnp.zeros(one.shape, one.dtype), *one.axes) for name, one in found.items()
+    }
 
 
 def is_recording() -> bool:

@@ -10,7 +10,7 @@ from test_graphs import compiled
 
 from graphtrain.config.resolve import resolve
 from graphtrain.run.dumps.compare import compare_dumps
-from graphtrain.run.dumps.take import host_arrays
+from graphtrain.run.dumps.host_arrays import host_arrays
 from lowering.ascend import operations
 from lowering.ascend.emitter import NUMPY
 from lowering.ascend.per_rank import fill_in_rank

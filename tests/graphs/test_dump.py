@@ -11,14 +11,14 @@ import pytest
 from programs import CUBE, GPT2, LLAMA, batch, loaded, placed_inputs, program, state_of
 
 from graphtrain.config.resolve import resolve
-from graphtrain.config.schema import Adapter, Batch, Dump, Mesh
+from graphtrain.config.schema import Adapter, Batch, Dump, Precision
 from graphtrain.errors import PlanError
 from graphtrain.graphs.build import build_graph
 from graphtrain.models import block, mlp
 from graphtrain.models.attention import module as attention
 from graphtrain.run.dumps.compare import compare_arrays, compare_dumps, summary_of
 from graphtrain.run.dumps.files import ArrayEntry, DumpIndex, StoredDump, write_index, write_step
-from graphtrain.run.dumps.take import host_arrays
+from graphtrain.run.dumps.host_arrays import host_arrays
 from lowering.trees import flatten
 
 RATE = np.float32(1e-3)
@@ -58,6 +58,13 @@ def test_a_dump_trains_as_the_ordinary_step_does():
     mine, ordinary = results(PLAIN, "dump"), results(PLAIN, "train")
     for path, array in flatten({name: ordinary[name] for name in ("state", "metrics")}).items():
         assert np.array_equal(array, flatten(mine)[path]), path
+
+
+def test_a_dump_computes_products_in_the_dtype_of_the_run():
+    in_int8 = program(precision=Precision(compute="int8"), dump=Dump(arrays=("forward/embedding",)))
+    mine, ordinary = results(in_int8, "dump"), results(in_int8, "train")
+    assert mine["metrics"]["loss"] == ordinary["metrics"]["loss"]
+    assert mine["metrics"]["loss"] != results(PLAIN, "train")["metrics"]["loss"]
 
 
 def test_arrays_are_those_of_one_device_on_a_mesh_with_microbatches():
@@ -116,13 +123,6 @@ def test_patterns_choose_arrays(arrays, names):
 def test_an_unknown_name_is_answered_with_those_that_exist():
     of = dataclasses.replace(PLAIN, dump=Dump(arrays=("layers/*/atention*",)))
     with pytest.raises(PlanError, match=r"no array matches 'layers/\*/atention\*'.*attention_norm"):
-        build_graph(resolve(of), "dump")
-
-
-def test_a_pipeline_is_refused():
-    stages = {"target": "cpu:2", "mesh": Mesh(stage=2)}
-    of = program(**stages, batch=Batch(global_batch_size=8, seq_len=16, microbatches=2))
-    with pytest.raises(PlanError, match="pipeline parallelism"):
         build_graph(resolve(of), "dump")
 
 

@@ -8,10 +8,12 @@ from test_torch_models import eager_loss, module_of, state_of
 from torch_families import imported
 
 from graphtrain.config.resolve import resolve
-from graphtrain.config.schema import Batch
+from graphtrain.config.schema import Batch, Mesh
+from graphtrain.errors import PlanError
+from graphtrain.graphs.build import build_graph
 from graphtrain.run.dumps.compare import compare_arrays
 from graphtrain.run.dumps.eager import eager_arrays
-from graphtrain.run.dumps.take import host_arrays
+from graphtrain.run.dumps.host_arrays import host_arrays
 
 RATE = np.float32(1e-3)
 
@@ -31,3 +33,14 @@ def test_outputs_of_modules_and_their_gradients_are_those_of_eager_pytorch(kind,
     assert {name for name in theirs if name.startswith("gradients/")} <= set(mine)
     for name in common:
         assert compare_arrays(theirs[name], mine[name])["relative"] < 2e-5, name
+
+
+def test_a_pipeline_of_an_imported_model_is_refused(tmp_path):
+    of = program(
+        model=imported(tmp_path, "llama"),
+        target="cpu:2",
+        mesh=Mesh(stage=2),
+        batch=Batch(global_batch_size=8, seq_len=12, microbatches=2),
+    )
+    with pytest.raises(PlanError, match=r"of imported models \(mesh.stage = 2\)"):
+        build_graph(resolve(of), "dump")

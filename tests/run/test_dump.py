@@ -3,6 +3,7 @@
 import json
 
 from in_process import graphtrain
+from places import meeting_address
 
 SOME = ["--arrays", "layers/*/mlp*"]
 
@@ -32,3 +33,17 @@ def test_a_run_is_dumped_unchanged_and_a_changed_setting_is_found(place):
     assert "first difference: forward/layers/0/mlp_norm in step 1" in outcome.out
     assert "program.model.norm_epsilon: 1e-05 and 0.1" in outcome.err
     assert graphtrain("compare", place.path / "one", place.path / "resumed").status == 2
+
+    # Two processes, with the changed setting: as one process with it, and unlike the first dump.
+    options = ["--coordinator", meeting_address(), "--processes", "2", "--rank"]
+    words = ["dump", "config.toml", "both", *SOME, *other, "--compile", "--target", "cpu:2x1"]
+    words += ["--set", "program.mesh.data=1", "--set", "program.mesh.fsdp=2", *options]
+    both = [place.start(*words, str(rank)) for rank in (0, 1)]
+    told = [process.communicate(timeout=200) for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert "of step 1 to both" in told[0][0] and "both" not in told[1][0]
+    outcome = graphtrain("compare", place.path / "two", place.path / "both")
+    assert outcome.status == 0 and "equal: " in outcome.out, outcome.out
+    assert "batches differ" not in outcome.err
+    outcome = graphtrain("compare", place.path / "one", place.path / "both")
+    assert "first difference: forward/layers/0/mlp_norm in step 1" in outcome.out

@@ -71,6 +71,7 @@ def by_hand(steps, settings, allowed, directory="hand"):
         return str(error)
 
 
+NAMES = "loss", "grad_norm"
 SHORT = ["program.batch.seq_len=32", "program.model.rope_theta=1e4"]
 EIGHT = ["program.batch.global_batch_size=8", "program.batch.microbatches=2"]
 batch, length = "program.batch.global_batch_size", "program.batch.seq_len"
@@ -83,6 +84,15 @@ results["refused phases"] = by_hand(12, [], [], directory="whole")
 results["evaluation"] = gt.evaluate(
     "config.toml", set=["run.directory=whole"], step=4
 ).validation_loss
+dumped = gt.dump(
+    "config.toml", "dumped", set=["run.directory=whole"], step=3, steps=5, arrays=["embedding"],
+    compile=True,
+)
+results["dumped"] = [
+    [number, *(float(dumped.arrays(number).read(f"metrics/{name}")) for name in NAMES),
+     list(dumped.arrays(number).read("forward/embedding").shape)]
+    for number in (entry["step"] for entry in dumped.index.steps)
+]
 Path("results.json").write_text(json.dumps(results))
 """
 
@@ -126,6 +136,14 @@ def test_phases_compile_nothing_and_equal_programs_in_a_row(place):
     (early, *_) = [one for one in place.journal("whole") if "validation_loss" in one]
     assert (early["step"], early["validation_loss"]) == (4, results["evaluation"])
     check_kills_where_phases_begin(place, curve)
+
+    # A dump of the steps of three phases, each with its own shapes.
+    assert [tuple(row[:3]) for row in results["dumped"]] == [
+        (step, pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5))
+        for step, loss, norm in curve[3:8]
+    ]
+    shapes = [row[3] for row in results["dumped"]]
+    assert shapes == [[4, 32, 32], *[[8, 32, 32]] * 3, [4, 64, 32]]
 
 
 KILLED = """

@@ -15,7 +15,9 @@ from graphtrain.run.dumps.compare import (
     summary_of,
 )
 from graphtrain.run.dumps.files import ArrayEntry, DumpIndex, StoredDump, write_index, write_step
-from graphtrain.run.dumps.take import merge_summaries, scale_facts, warn_unless_finite
+from graphtrain.run.dumps.host_arrays import merge_summaries
+from graphtrain.run.dumps.index import changed_shapes
+from graphtrain.run.dumps.steps import scale_facts, warn_unless_finite
 
 NAMES = [f"forward/layers/{layer}/output" for layer in range(4)]
 STEP, WEIGHTS = "step-000001", "model.safetensors"
@@ -44,9 +46,11 @@ def write(directory, *steps, **about):
         for line, name in enumerate(steps[0], 1)
     ]
     is_summary = about.get("summary", False)
-    step = about.pop("step", {"batch": "same"})
+    step, later = about.pop("step", {"batch": "same"}), about.pop("later", {})
     listed = [
-        write_step(directory, number, arrays, summary=is_summary, **step)
+        write_step(
+            directory, number, arrays, summary=is_summary, **step, **(later if number > 1 else {})
+        )
         for number, arrays in enumerate(steps, 1)
     ]
     about = {"arrays": entries, "steps": listed} | about
@@ -83,6 +87,30 @@ def test_the_first_difference_is_the_first_in_order_not_the_largest(tmp_path):
     assert first.max_abs == pytest.approx(0.5) and first.after == NAMES[0]
     assert first.lines == ("model.py:2",)
     assert [one.name for one in comparison.differences if one.differs] == NAMES[1:3]
+
+
+def test_steps_of_another_phase_have_shapes_of_their_own(tmp_path):
+    shapes = {"shapes": {name: [4, 5, 8] for name in NAMES}}
+    longer = {name: np.ones((4, 5, 8), np.float32) for name in NAMES}
+    wrong = longer | {NAMES[1]: longer[NAMES[1]] * np.float32(1.01)}
+    a, b = (
+        write(tmp_path / name, arrays_of(), arrays, later=shapes)
+        for name, arrays in (("a", longer), ("b", wrong))
+    )
+    first = compare_dumps(a, b).first
+    assert first is not None and (first.step, first.name) == (2, NAMES[1])
+    with pytest.raises(DumpError, match=r"as float32 \[2, 3, 8\], and dump.json as .* \[4, 5, 8\]"):
+        write(tmp_path / "c", arrays_of(), arrays_of(1), later=shapes).arrays(2)
+
+
+def test_steps_of_phases_with_other_arrays_are_refused():
+    before, now = (
+        {"dump": {"arrays": [{"name": name, "shape": [2]} for name in names]}}
+        for names in (("forward/embedding", "forward/logits"), ("forward/embedding",))
+    )
+    assert changed_shapes(now, now, 7) == {}
+    with pytest.raises(DumpError, match="step 7 is of another phase, which lacks forward/logits"):
+        changed_shapes(before, now, 7)
 
 
 def test_one_wrong_element_of_many_is_seen():

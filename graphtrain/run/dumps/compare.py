@@ -11,7 +11,7 @@ import numpy as np
 
 from graphtrain.errors import DumpError
 from graphtrain.graphs.names import SUMMARY
-from graphtrain.run.dumps.files import ArrayEntry, StoredDump, not_finite_reason
+from graphtrain.run.dumps.files import StoredDump, not_finite_reason
 from graphtrain.weights.files import WeightFiles
 
 # Largest difference that rounding explains, relative to an array; by the dtype of computation.
@@ -139,7 +139,8 @@ def compare_dumps(
         files = a.arrays(step), b.arrays(step)
         before = None
         for name in common_names:
-            measured = _measure(name, files, (a, b), of_a[name], of_b[name])
+            shapes = a.index.shape(of_a[name], step), b.index.shape(of_b[name], step)
+            measured = _measure(name, files, (a, b), shapes)
             differs = measured["relative"] > tolerance and not measured["max_abs"] <= absolute
             lines = tuple(of_b[name].lines or of_a[name].lines)
             differences.append(
@@ -168,11 +169,10 @@ def _measure(
     name: str,
     files: tuple[WeightFiles, WeightFiles],
     dumps: tuple[StoredDump, StoredDump],
-    of_a: ArrayEntry,
-    of_b: ArrayEntry,
+    shapes: tuple[list[int], list[int]],
 ) -> dict[str, Any]:
-    if of_a.shape != of_b.shape:
-        return _unlike(f"shapes {of_a.shape} and {of_b.shape}")
+    if shapes[0] != shapes[1]:
+        return _unlike(f"shapes {shapes[0]} and {shapes[1]}")
     a, b = files[0].read(name), files[1].read(name)
     is_summary = [dump.index.stores_summary(name) for dump in dumps]
     if any(is_summary):

@@ -17,6 +17,7 @@ from graphtrain.run.dumps.files import ArrayEntry, DumpIndex
 from graphtrain.weights.files import as_numpy, numpy_dtype_of
 from lowering.machine.extras import optional_import
 from lowering.trees import Tree, flatten
+from lowering.xla import distributed
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,8 @@ def check_eager(program: ResolvedProgram, steps: int) -> None:
     loss, batch = program.loss, program.batch
     refused = {
         "--steps (PyTorch takes no optimizer step; use 1)": steps > 1,
+        "several processes": distributed.count() > 1,
+        "pipeline parallelism (mesh.stage > 1)": program.stages is not None,
         "a model that is not imported (model.hf or model.torch)": not isinstance(
             program.model, TorchModel
         ),

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
 from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
@@ -44,6 +44,7 @@ class StepEntry(TypedDict):
     not_finite: int  # number of arrays with elements that are not finite
     loss_scale: float | None  # dynamic loss scale of the step; None if it has none
     skipped: bool  # whether its gradients were not finite, so that it left the state as it was
+    shapes: NotRequired[dict[str, list[int]]]  # of complete arrays that differ from `arrays`' shape
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,15 @@ class DumpIndex:
         """Return whether only the statistics of an array are stored."""
         return self.summary and not name.startswith("metrics/")
 
-    def stored_type(self, entry: ArrayEntry) -> tuple[list[int], str]:
-        """Return shape and dtype of an array in the files."""
+    def shape(self, entry: ArrayEntry, step: int) -> list[int]:
+        """Return the shape of a complete array in a step, which differs between phases."""
+        (of_step,) = (one for one in self.steps if one["step"] == step)
+        return of_step.get("shapes", {}).get(entry.name, entry.shape)
+
+    def stored_type(self, entry: ArrayEntry, step: int) -> tuple[list[int], str]:
+        """Return shape and dtype of an array in the files of a step."""
         is_summary = self.stores_summary(entry.name)
-        return ([len(SUMMARY)], "float32") if is_summary else (entry.shape, entry.dtype)
+        return ([len(SUMMARY)], "float32") if is_summary else (self.shape(entry, step), entry.dtype)
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class StoredDump:
         try:
             self._verify_files(folder, step)
             files = open_weight_files(folder)
-            self._verify_arrays(folder, files)
+            self._verify_arrays(folder, step, files)
         except OSError as error:
             reason = f"{error.filename or folder}: {error.strerror or error}"
             raise DumpError(f"{reason}; write the dump again") from None
@@ -137,7 +143,7 @@ class StoredDump:
         if unknown := sorted(weights - digests[step].keys()):
             raise DumpError(f"{folder} has {unknown[0]}, which {INDEX} does not list; remove it")
 
-    def _verify_arrays(self, folder: Path, files: WeightFiles) -> None:
+    def _verify_arrays(self, folder: Path, step: int, files: WeightFiles) -> None:
         entries = {one.name: one for one in self.index.arrays}
         if missing := [name for name in entries if name not in files.names]:
             raise DumpError(f"{folder} lacks {missing[0]}; write the dump again")
@@ -147,7 +153,7 @@ class StoredDump:
             )
         for name, entry in entries.items():
             found = list(files.shape(name)), files.dtype(name).name
-            if found != (described := self.index.stored_type(entry)):
+            if found != (described := self.index.stored_type(entry, step)):
                 raise DumpError(
                     f"{folder} has {name} as {found[1]} {found[0]}, and {INDEX} as {described[1]} "
                     f"{described[0]}; write the dump again"
@@ -183,6 +189,7 @@ def write_step(
     summary: bool = False,
     loss_scale: float | None = None,
     skipped: bool = False,
+    shapes: Mapping[str, list[int]] | None = None,
 ) -> StepEntry:
     """Write the arrays of one step, in their order, under their names; return its entry.
 
@@ -194,6 +201,7 @@ def write_step(
         summary: whether they are summaries.
         loss_scale: dynamic loss scale of the step.
         skipped: whether the step left the state as it was.
+        shapes: shapes of complete arrays that differ from those of the index.
 
     Raises:
         DumpError: an array has a dtype that the files do not support.
@@ -207,7 +215,7 @@ def write_step(
     for name, array in arrays.items():
         writer.write(name, array)
     writer.close()
-    return StepEntry(
+    entry = StepEntry(
         step=step,
         batch=batch,
         files={path.name: content_digest(path) for path in sorted(folder.iterdir())},
@@ -215,6 +223,9 @@ def write_step(
         loss_scale=loss_scale,
         skipped=skipped,
     )
+    if shapes:
+        entry["shapes"] = dict(shapes)
+    return entry
 
 
 def _is_finite(name: str, array: np.ndarray, summary: bool) -> bool:

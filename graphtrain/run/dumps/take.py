@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-import warnings
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,45 +13,27 @@ from graphtrain.cache import Cache
 from graphtrain.checkpoints.checkpoint import Checkpoints
 from graphtrain.checkpoints.info import check_same_model, read_checkpoint_info
 from graphtrain.checkpoints.layer_order import layer_order_of
-from graphtrain.checkpoints.output_directory import create_directory
+from graphtrain.checkpoints.output_directory import create_directory, unfinished_name
 from graphtrain.checkpoints.pruned import read_checkpoint
 from graphtrain.checkpoints.steps import Retention, missing_checkpoint, saved_steps
+from graphtrain.config.phases import program_of_step
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema import Config, Run
-from graphtrain.errors import DumpError
-from graphtrain.graphs.names import DUMP, KINDS, SUMMARY
+from graphtrain.config.schema import Run
+from graphtrain.graphs.names import DUMP
 from graphtrain.models.lora.trainable import has_frozen_weights
-from graphtrain.run.batch_placement import BatchPlacement
-from graphtrain.run.dumps.eager import check_eager, eager_index, eager_step
-from graphtrain.run.dumps.files import (
-    ArrayEntry,
-    DumpIndex,
-    StepEntry,
-    StoredDump,
-    not_finite_reason,
-    write_index,
-    write_step,
+from graphtrain.run.agreement import (
+    check_same_checkpoints,
+    check_same_executables,
+    on_all_ranks,
 )
+from graphtrain.run.dumps.eager import check_eager
+from graphtrain.run.dumps.files import StoredDump
+from graphtrain.run.dumps.steps import StartingState, StepDumper
 from graphtrain.run.initial_weights import InitialWeights, load_initial_weights
-from graphtrain.run.learning_rate import learning_rate
+from graphtrain.run.phases import PhasePrograms, remaining_phases
 from graphtrain.run.programs import LoadedPrograms
-from graphtrain.run.resume import identity_of
-from graphtrain.run.spikes import Limits
-from graphtrain.run.training_data import training_loader
-from lowering.machine.toolchain import Toolchain
-from lowering.trees import Tree, flatten
+from lowering.trees import Tree
 from lowering.xla import distributed
-
-METRICS = ("loss", "grad_norm")  # of each step, beside its arrays
-
-
-@dataclass(frozen=True)
-class StartingState:
-    """State from which a dump starts."""
-
-    step: int  # completed steps
-    state: Tree
-    data_position: dict[str, Any] | None  # None: the beginning
 
 
 def take_dump(
@@ -72,6 +49,8 @@ def take_dump(
 ) -> StoredDump:
     """Run training steps and write the arrays of program.dump of each; the run is not changed.
 
+    With several processes, all call it, and `directory` is on a file system that they share.
+
     Args:
         program: the program.
         run: settings of the run.
@@ -86,96 +65,72 @@ def take_dump(
 
     Raises:
         MissingProgram: a program is not in the cache.
-        DumpError: the run has several processes or phases, or PyTorch does not repeat its step.
+        DumpError: PyTorch does not repeat the step, the processes do not see one directory, or the
+            steps are of phases with other arrays.
         TrainingError: there is no such checkpoint, or it is of another model.
         DataError: the training data cannot be used.
         WeightsError: the directory exists, or the initial weights cannot be used.
     """
-    if distributed.count() > 1:
-        raise DumpError("graphtrain dump runs in one process; use a target of one host")
-    if program.phases:
-        raise DumpError(
-            "graphtrain dump has no phases; give the settings of one with --set, and "
-            "--set program.phase=[]"
-        )
-    if eager:
-        check_eager(program, steps)
     checkpoints = Path(run.directory) / "checkpoints"
     saved = saved_steps(checkpoints)
+    check_same_checkpoints(str(checkpoints), saved)
     if start and start not in saved:
         raise missing_checkpoint(checkpoints, saved)
     resumes = bool(saved) if start is None else start > 0
-    initial_weights = InitialWeights.open(program, run, resuming=resumes)
-    names = [DUMP] if resumes else ["init", DUMP]
-    programs = LoadedPrograms(program, cache, names, compile_hint)
-    backend = lowering.backend(program.target)
+    first = (saved[-1] if start is None else start) if resumes else 0
+    if eager:
+        check_eager(program_of_step(program, first + 1), steps)
+    initial_weights = on_all_ranks(lambda: InitialWeights.open(program, run, resuming=resumes))
+    look_up = partial(_phase_programs, program, cache, compile_hint, steps)
+    phases = on_all_ranks(lambda: look_up(first, resumes=resumes))
+    for one in phases:
+        check_same_executables(one.programs)
+    programs = phases[0].programs
     with ExitStack() as stack:
-        unfinished = stack.enter_context(create_directory(directory))
-        step = programs[DUMP]
-        with backend.forbid_tracing():
+        unfinished = on_all_ranks(lambda: _create(directory, stack))
+        with lowering.backend(program.target).forbid_tracing():
             if resumes:
-                begin = _restored(program, checkpoints, start, step.inputs("state"))
+                begin = _restored(program, checkpoints, start, programs[DUMP].inputs("state"))
+                if begin.step != first:  # the run deleted that checkpoint meanwhile
+                    phases = look_up(begin.step, resumes=True)
             else:
                 begin = _new(programs, run, initial_weights)
             frozen = ()
             if initial_weights is not None and has_frozen_weights(program.settings):
-                frozen = (initial_weights.frozen(step.inputs("frozen")),)
-            placement = BatchPlacement(step.inputs("batch"), program.target)
-            loader = training_loader(run, program.settings, placement.rows)
-            stack.callback(loader.close)
-            if begin.data_position is not None:
-                loader.restore(begin.data_position)
-        state, entries, arrays = begin.state, [], {}
-        summary = step.record[DUMP]["summary"] and not eager
-        for number in range(begin.step, begin.step + steps):
-            batch, facts = next(loader), {}
-            if eager:
-                parameters = backend.checkpoint_arrays({"parameters": state["parameters"]})
-                arrays = eager_step(program, parameters["parameters"], batch)
-            else:
-                rate = np.float32(learning_rate(run.learning_rate, run.steps, number))
-                limits = (Limits().arrays(),) if program.optimizer.skip_spikes else ()
-                with backend.forbid_tracing():
-                    outputs = step(state, *frozen, placement.to_devices(batch), rate, *limits)
-                state = outputs["state"]
-                results = {name: outputs[name] for name in ("arrays", "metrics")}
-                results = backend.checkpoint_arrays(results)
-                arrays = host_arrays(program, step.record, results)
-                facts = scale_facts(results["metrics"])
-            entries.append(
-                write_step(
-                    unfinished,
-                    number + 1,
-                    arrays,
-                    batch=_digest(batch),
-                    summary=summary,
-                    **facts,
-                )
-            )
-            warn_unless_finite(entries[-1], len(arrays))
-        index = _index(program, run, step.record, programs, arrays, entries)
-        write_index(unfinished, eager_index(index, arrays) if eager else index)
+                frozen = (initial_weights.frozen(programs[DUMP].inputs("frozen")),)
+            dumper = StepDumper(program, run, frozen, unfinished, eager=eager)
+            dumper.write_steps(phases, begin, steps)
+        on_all_ranks(stack.close)
     return StoredDump.open(directory)
 
 
-def scale_facts(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts about the dynamic loss scale of a step; none if it has no such scale."""
-    if "loss_scale" not in metrics:
-        return {}
-    skipped = not math.isfinite(float(metrics["grad_norm"]))
-    return {"loss_scale": float(metrics["loss_scale"]), "skipped": skipped}
+def _phase_programs(
+    program: ResolvedProgram,
+    cache: Cache,
+    compile_hint: str,
+    steps: int,
+    begin: int,
+    *,
+    resumes: bool,
+) -> list[PhasePrograms]:
+    """Look up the programs of the phases of `steps` steps after `begin`.
+
+    Raises:
+        MissingProgram: one is not in the cache.
+    """
+    phases = remaining_phases(program, begin + steps, begin)
+    names = [[DUMP] if resumes or number else ["init", DUMP] for number in range(len(phases))]
+    return [
+        PhasePrograms(phase, LoadedPrograms(phase.program, cache, needed, compile_hint), {})
+        for phase, needed in zip(phases, names, strict=True)
+    ]
 
 
-def warn_unless_finite(entry: StepEntry, arrays: int) -> None:
-    """Warn of a step in which some of the arrays compare with nothing."""
-    if (reason := not_finite_reason(entry, arrays)) is None:
-        return
-    remedy = "graphtrain compare does not compare what is not finite"
-    if entry["skipped"]:
-        remedy = (
-            "start from a checkpoint (--step), or with a smaller program.precision.initial_scale"
-        )
-    warnings.warn(f"step {entry['step']} {reason}; {remedy}", stacklevel=2)
+def _create(directory: Path, stack: ExitStack) -> Path:
+    """Create the directory on rank 0; it gets its name if the stack is closed without an error."""
+    if distributed.rank() == 0:
+        return stack.enter_context(create_directory(directory))
+    return unfinished_name(directory)
 
 
 def _restored(
@@ -186,7 +141,7 @@ def _restored(
     def read(step: int | None) -> StartingState:
         assert step is not None
         info = read_checkpoint_info(directory, step)
-        check_same_model(directory / str(step), info, program.settings)
+        check_same_model(directory / str(step), info, program_of_step(program, step).settings)
         checkpoints = Checkpoints(directory, Retention(1), layer_order_of(program))
         try:
             restored = checkpoints.restore(step, described)
@@ -206,102 +161,3 @@ def _new(
         described = programs[DUMP].inputs("state")
         state = load_initial_weights(initial_weights, described, state)
     return StartingState(0, state, None)
-
-
-def host_arrays(
-    program: ResolvedProgram, record: Mapping[str, Any], outputs: Tree
-) -> dict[str, np.ndarray]:
-    """Return the arrays of one step by name: whole, of all microbatches, positions in order."""
-    stacks = {path: np.asarray(array) for path, array in flatten(outputs["arrays"]).items()}
-    arrays = {}
-    for fact in record[DUMP]["arrays"]:
-        stack, row = stacks[fact["output"]], fact["row"]
-        is_of_microbatches = program.batch.microbatches > 1 and not _is_parameter(fact)
-        # Dimensions: microbatches, if there are several; layers, if the array stacks them.
-        chosen = stack if is_of_microbatches else stack[None]
-        chosen = chosen if row is None else chosen[:, row]
-        if record[DUMP]["summary"]:
-            arrays[fact["name"]] = merge_summaries(chosen)
-        else:
-            arrays[fact["name"]] = _merged(program, chosen, fact["axes"])
-    metrics = {name: np.float32(outputs["metrics"][name]).reshape(()) for name in METRICS}
-    return arrays | {f"metrics/{name}": np.asarray(value) for name, value in metrics.items()}
-
-
-def _is_parameter(fact: Mapping[str, Any]) -> bool:
-    return fact["name"].startswith(f"{KINDS[-1]}/")
-
-
-def _merged(program: ResolvedProgram, array: np.ndarray, axes: list[str | None]) -> np.ndarray:
-    """Return an array without its dimension of microbatches, its positions in sequence order."""
-    if axes and axes[0] == "batch":
-        array = array.reshape(-1, *array.shape[2:])
-    elif len(array) == 1:
-        array = array[0]
-    ring = program.mesh.size(program.rules.activations.get("kv_seq", ()))
-    for dimension, axis in enumerate(axes):
-        if axis in ("seq", "residual") and ring > 1:
-            array = _in_sequence_order(array, dimension, ring)
-    return np.ascontiguousarray(array)
-
-
-def _in_sequence_order(array: np.ndarray, dimension: int, ring: int) -> np.ndarray:
-    """Undo the order of ring attention: device i of n holds chunks i and 2n - 1 - i."""
-    chunks = [chunk for device in range(ring) for chunk in (device, 2 * ring - 1 - device)]
-    pieces = np.split(array, 2 * ring, axis=dimension)
-    return np.concatenate([pieces[chunks.index(chunk)] for chunk in range(2 * ring)], dimension)
-
-
-def merge_summaries(rows: np.ndarray) -> np.ndarray:
-    """Return the summary of several arrays of the same size, as one of all their elements.
-
-    Args:
-        rows: a row of statistics, `names.SUMMARY`, for each.
-    """
-    columns = dict(zip(SUMMARY, rows.astype(np.float64).T, strict=True))
-    merged = (
-        np.sqrt(np.square(columns["norm"]).sum()),
-        columns["max_abs"].max(),
-        columns["mean"].mean(),
-        columns["zeros"].mean(),
-        columns["non_finite"].sum(),
-    )
-    return np.array(merged, np.float32)
-
-
-def _index(
-    program: ResolvedProgram,
-    run: Run,
-    record: Mapping[str, Any],
-    programs: LoadedPrograms,
-    arrays: Mapping[str, np.ndarray],
-    steps: list[StepEntry],
-) -> DumpIndex:
-    facts = {fact["name"]: fact for fact in record[DUMP]["arrays"]}
-    entries = []
-    for name, array in arrays.items():
-        fact = facts.get(name)
-        dtype = array.dtype.name if fact is None else fact["dtype"]
-        shape = list(array.shape) if fact is None else fact["shape"]
-        entries.append(ArrayEntry(name, shape, dtype, fact["lines"] if fact else []))
-    toolchain = Toolchain.current(program.target.platform)
-    return DumpIndex(
-        target=str(program.target),
-        mesh={axis: size for axis, size in program.mesh.axes.items() if size > 1},
-        dtype=program.model.dtype,
-        summary=record[DUMP]["summary"],
-        program=programs.keys[DUMP].digest,
-        identity=identity_of(Config(program=program.settings, run=run)),
-        versions=dict(toolchain.versions),
-        arrays=entries,
-        steps=steps,
-    )
-
-
-def _digest(batch: Mapping[str, np.ndarray]) -> str:
-    """Return a digest of a global batch."""
-    hashed = hashlib.sha256()
-    for name in sorted(batch):
-        array = np.ascontiguousarray(batch[name].reshape(-1, batch[name].shape[-1]))
-        hashed.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
-    return hashed.hexdigest()[:16]
