@@ -47,7 +47,7 @@ NOTHING_RECORDED = RecordedParts({}, {}, {})
 
 @dataclass(frozen=True)
 class TickOrder:
-    """Where a schedule computes each microbatch: at which tick of which stage."""
+    """Tick of a stage at which a schedule computes each microbatch."""
 
     ring: Ring
     ticks: int

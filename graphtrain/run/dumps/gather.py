@@ -1,4 +1,4 @@
-"""Whole arrays on rank 0, of which each process holds a part, by files that all processes see."""
+"""Gather arrays, of which each process holds a part, on rank 0 by files that all processes see."""
 
 from __future__ import annotations
 
