@@ -147,8 +147,8 @@ def _layers_by_block(opened: OpenedModel) -> dict[str, CachedLayer]:
     block_calls = sum(len(found[name]) for stack in opened.stacks for name in _positions(stack))
     if len(outside[0].layers) > block_calls:
         raise ImportedModelError(
-            "decoding with a KV cache requires all attention to be in blocks of a ModuleList, but "
-            "this model calls attention outside of them"
+            "decoding with a KV cache requires all attention to be in a ModuleList of at least two "
+            "like blocks, but this model calls attention outside of one"
         )
     for name, layers in found.items():
         if len(layers) != 1:
