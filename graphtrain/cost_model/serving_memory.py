@@ -52,7 +52,7 @@ def temporaries(model: ServedSizes, graph: str) -> int:
         targets = rows * max(1, _PACKED_TARGETS // all_rows)
         scores = _scores(model, rows * int(size), targets, rows, keys=int(size))
         return round(scores + _matrix_in_float32(model, "vocab", targets) + _workspace(model))
-    tokens = int(size) if kind == "prefill" else 1
+    tokens = int(size) if kind in ("prefill", "first_prefill") else 1
     serve, shards = model.program.settings.serve, batch_shards(model.program)
     inherited = 0  # by beams, from the slots of their parents
     rows = model.slots_of_device if graph == "decode" else 1
@@ -62,6 +62,8 @@ def temporaries(model: ServedSizes, graph: str) -> int:
     in_loop = graph in ("decode", "decode_one")
     choice = 4 * rows * model.program.model.vocab * _choice_logits(model)
     total = inherited + choice + _copies(model, graph, rows) + _gathered(model, hoisted=in_loop)
+    if kind == "first_prefill":  # copies a layer, and reads the caches of its slot
+        total += _layer_weights(model) + 2 * model.kv_bytes_per_slot
     in_float32 = _head_in_float32(model, rows, in_loop), _layer_in_float32(model, rows * tokens)
     return round(total + max(_layer(model, tokens), *in_float32, _converted(model, rows * tokens)))
 
@@ -74,6 +76,14 @@ def loading(model: ServedSizes, parameter_bytes: int) -> int:
         parameter_bytes: Bytes of a device's parameters as they are stored, in float32.
     """
     return parameter_bytes + model.resident_bytes
+
+
+def _layer_weights(model: ServedSizes) -> int:
+    """Return the bytes of the weights of a layer."""
+    in_layers = [
+        each.stored_bytes for each in model.weights if each.path.startswith("weights/layers/")
+    ]
+    return sum(in_layers) // model.native.model.layers
 
 
 def _choice_logits(model: ServedSizes) -> int:

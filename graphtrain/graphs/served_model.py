@@ -125,21 +125,26 @@ def _is_unit_head(spec: ArraySpec, program: ResolvedProgram) -> bool:
     return not is_imported(model) and model.unit_norm_head and "vocab" in spec.axes
 
 
-def _with_rows(weights: Tree, program: ResolvedProgram) -> Tree:
+def with_rows(weights: Tree, program: ResolvedProgram) -> Tree:
     """Return the tree of parameters, with a tuple of arrays for each array of stacked layers."""
     specs, served = flatten(open_language_model(program.model).specs()), flatten(weights)
     parameters: dict[str, Any] = {}
     for path, spec in specs.items():
-        order = _served_order(spec, program)
-        first = len(spec.shape) - len(order)
-        back = [order.index(index + first) for index in range(len(order))]
-        names = [f"{path}/{row:03}" for row in range(spec.shape[0])] if first else [path]
-        rows = tuple(_weight(served, name, back) for name in names)
-        parameters[path] = rows if first else rows[0]
+        is_stacked, back = order_of_parameters(spec, program)
+        names = [f"{path}/{row:03}" for row in range(spec.shape[0])] if is_stacked else [path]
+        rows = tuple(weight_in_order(served, name, back) for name in names)
+        parameters[path] = rows if is_stacked else rows[0]
     return unflatten(parameters)
 
 
-def _weight(
+def order_of_parameters(spec: ArraySpec, program: ResolvedProgram) -> tuple[bool, list[int]]:
+    """Return whether layers are stacked in an array, and how to transpose what is served of it."""
+    order = _served_order(spec, program)
+    first = len(spec.shape) - len(order)
+    return first > 0, [order.index(index + first) for index in range(len(order))]
+
+
+def weight_in_order(
     served: Mapping[str, jax.Array], name: str, back: Sequence[int]
 ) -> jax.Array | Int8Weight:
     """Return a served array with its axes in the order of the parameters' array."""
@@ -184,7 +189,7 @@ def decode_step(
 
     `adapter_ranks` are the intervals of ranks of the rows' adapters, if the program has adapters.
     """
-    model, parameters = open_language_model(program.model), _with_rows(weights, program)
+    model, parameters = open_language_model(program.model), with_rows(weights, program)
     if adapter_ranks is not None:
         parameters = with_adapters(parameters, weights[ADAPTERS], program, adapter_ranks)
     order = few_rows() if program.target.platform == "cpu" else nullcontext()

@@ -2,11 +2,12 @@
 
 - `serve_init` casts the weights, splits those of stacked layers, and makes an empty state;
 - `prefill_N` processes up to N tokens of a prompt, and chooses the first new token;
+- `first_prefill_N` does the same; it is loaded sooner, see `names.first_prefill_size`;
 - `decode` generates the next tokens of all slots, `decode_one` those of one slot;
 - `score_N` returns the log-probabilities of N given tokens;
 - `score_rows_N` those of given tokens after up to N tokens of every slot, see `graphs.row_scores`;
 - `score_packed_N` those in many texts that share a prefix, see `graphs.packed_scores`;
-- `copy_prefix` copies the KV cache of a slot to another one;
+- `copy_prefix` copies the KV cache of a slot to another one, see `graphs.copy_prefix`;
 - `decode_beams` processes one token of each beam of a beam search, see `graphs.beams`.
 
 The state, {"kv_cache", "sequences"}, stays on the devices and is updated in place. A slot that is
@@ -15,12 +16,16 @@ not active is computed too: what it writes is at positions that its next prefill
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.beams import decode_beams_graph
-from graphtrain.graphs.names import ADAPTER_RANKS, NO_TOKEN
+from graphtrain.graphs.copy_prefix import copy_prefix_graph
+from graphtrain.graphs.layers_in_loop import prefill_in_loop
+from graphtrain.graphs.names import ADAPTER_RANKS, FIRST_PREFILL, NO_TOKEN
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.packed_scores import packed_scores_graph
 from graphtrain.graphs.row_scores import row_scores_graph
@@ -48,6 +53,7 @@ def serving_graph(program: ResolvedProgram, name: str) -> Graph | None:
     kind, _, size = name.rpartition("_")
     by_size = {
         "prefill": _prefill,
+        FIRST_PREFILL: partial(_prefill, in_loop=True),
         "score": _score,
         "score_rows": row_scores_graph,
         "score_packed": packed_scores_graph,
@@ -58,7 +64,7 @@ def serving_graph(program: ResolvedProgram, name: str) -> Graph | None:
         "serve_init": _serve_init,
         "decode": _decode,
         "decode_one": _decode_one,
-        "copy_prefix": _copy_prefix,
+        "copy_prefix": copy_prefix_graph,
         "decode_beams": decode_beams_graph,
     }
     return builders[name](program) if name in builders else None
@@ -74,7 +80,7 @@ def _serve_init(program: ResolvedProgram) -> Graph:
     return Graph("serve_init", serve_init, inputs, outputs, runs_once=True)
 
 
-def _prefill(program: ResolvedProgram, size: int) -> Graph:
+def _prefill(program: ResolvedProgram, size: int, in_loop: bool = False) -> Graph:
     context = program.batch.seq_len
 
     def prefill(
@@ -90,9 +96,11 @@ def _prefill(program: ResolvedProgram, size: int) -> Graph:
         rows, position = continued_rows(program, offset[None], slot), offset + length
         sequence = {name: array[None] for name, array in request.items()}
         ranks = sequence.get(ADAPTER_RANKS)
-        logits, kv_cache = decode_step(
-            program, weights, state["kv_cache"], tokens, rows, length - 1, adapter_ranks=ranks
-        )
+        inputs = program, weights, state["kv_cache"], tokens, rows, length - 1
+        if in_loop:
+            logits, kv_cache = prefill_in_loop(*inputs)
+        else:
+            logits, kv_cache = decode_step(*inputs, adapter_ranks=ranks)
         sequence["generated"] = jnp.zeros((1, program.model.vocab), jnp.float32)
         sequence["position"] = position[None]
         choice = choose(logits[:, 0], sequence)
@@ -112,7 +120,8 @@ def _prefill(program: ResolvedProgram, size: int) -> Graph:
         "state": state_specs(program),
         "choice": choice_specs((1,), (None,), program.model.vocab),
     }
-    return Graph(f"prefill_{size}", prefill, inputs, outputs, donated=("state",))
+    name = f"{FIRST_PREFILL if in_loop else 'prefill'}_{size}"
+    return Graph(name, prefill, inputs, outputs, donated=("state",))
 
 
 def _after(sequence: Tree, token: jax.Array, context: int) -> Tree:
@@ -273,30 +282,3 @@ def _score(program: ResolvedProgram, size: int) -> Graph:
 def _whole_slots(spec: ArraySpec) -> ArraySpec:
     axes = tuple(None if axis == "batch" else axis for axis in spec.axes)
     return ArraySpec(spec.shape, axes, spec.dtype, spec.role)
-
-
-def _copy_prefix(program: ResolvedProgram) -> Graph:
-    def copy_prefix(state: Tree, source: jax.Array, destination: jax.Array) -> Tree:
-        def copy(array: jax.Array, spec: ArraySpec) -> jax.Array:
-            slots = spec.axes.index("batch")
-            row = jax.lax.dynamic_slice_in_dim(array, source, 1, slots)
-            return jax.lax.dynamic_update_slice_in_dim(array, row, destination, slots)
-
-        like = specs["state"]
-        sequences = state["sequences"]
-        stopped = sequences["active"].at[destination].set(0)
-        positions = sequences["position"]
-        return {
-            "state": {
-                "kv_cache": jax.tree.map(copy, state["kv_cache"], like["kv_cache"]),
-                "sequences": sequences
-                | {
-                    "active": stopped,
-                    "position": copy(positions, like["sequences"]["position"]),
-                },
-            }
-        }
-
-    specs = {"state": state_specs(program)}
-    inputs = specs | dict.fromkeys(("source", "destination"), scalar("int32"))
-    return Graph("copy_prefix", copy_prefix, inputs, specs, donated=("state",))

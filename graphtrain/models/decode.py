@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,6 +18,8 @@ from graphtrain.models.decoder import Parameters, merge
 from lowering.trees import Tree
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from graphtrain.models.protocol import LogitsReader
 
 
@@ -83,4 +87,59 @@ def decode_step(
         return read(logits_at), updated
     if last is not None:
         x = jax.lax.dynamic_slice_in_dim(x, last, 1, 1)
+    return decoder.unembed(decoder.final_norm(x)), updated
+
+
+def decode_step_in_loop(
+    model: Model,
+    parameters: Parameters,
+    select_layer: Callable[[jax.Array], Tree],
+    kv_cache: Tree,
+    tokens: jax.Array,
+    rows: CacheRows,
+    last: jax.Array,
+) -> tuple[jax.Array, Tree]:
+    """Return what `decode_step` does for one slot, by a program that does not grow with depth.
+
+    Each call copies the weights and the slot's KV cache layer by layer.
+
+    Args:
+        model: Settings; all layers have the same attention.
+        parameters: Weights; those of the layers are not used.
+        select_layer: Returns the weights of the layer with an index.
+        kv_cache: As for `decode_step`.
+        tokens: Ids of the new tokens (1, seq).
+        rows: Slot and offset.
+        last: Index of the only token whose logits are returned, a scalar.
+    """
+    slot = rows.slot
+    assert slot is not None and model.global_attention_every is None
+    decoder = merge(model, {name: tree for name, tree in parameters.items() if name != "layers"})
+    block, _ = nnx.split(decoder.layers)
+    dims = {name: getattr(rows.layout, name).index("b") for name in ("key", "value")}
+
+    def read_slot(cache: Tree) -> Tree:
+        return {
+            name: jax.lax.dynamic_slice_in_dim(array, slot, 1, dims[name])
+            for name, array in cache.items()
+        }
+
+    def layer(x: jax.Array, index: jax.Array) -> tuple[jax.Array, Tree]:
+        caches = [partial(read_slot, cache) for cache in kv_cache.values()]
+        with use_cache(**jax.lax.switch(index, caches)) as cache:
+            x, _ = nnx.merge(block, nnx.State(select_layer(index)))(x, None, None)
+        return x, {"key": cache.key, "value": cache.value}
+
+    with continue_rows(rows):
+        x = decoder.embed(tokens, None)
+    with continue_rows(replace(rows, slot=jnp.int32(0))):  # of the cache that is read
+        x, read = jax.lax.scan(layer, x, jnp.arange(model.layers))
+    updated = {
+        name: {
+            entry: jax.lax.dynamic_update_slice_in_dim(array, read[entry][row], slot, dims[entry])
+            for entry, array in cache.items()
+        }
+        for row, (name, cache) in enumerate(kv_cache.items())
+    }
+    x = jax.lax.dynamic_slice_in_dim(x, last, 1, 1)
     return decoder.unembed(decoder.final_norm(x)), updated

@@ -80,6 +80,10 @@ class LoadedPrograms:
             self._loaded[name] = self._load(name, artifact)
         return self._loaded[name]
 
+    def is_loaded(self, name: str) -> bool:
+        """Return whether the executable of a graph is loaded."""
+        return name in self._loaded
+
     def inputs(self, graph: str, name: str) -> Tree:
         """Return shapes, dtypes and shardings of one input of a graph, without loading it."""
         from lowering.xla.backend import described_inputs  # JAX, after the programs are looked up

@@ -48,7 +48,7 @@ WIDE = Model(layers=2, embed=4096, heads=32, kv_heads=8, mlp=14336, vocab=128256
 PAIRS = {
     "Llama, cpu:1": (LLAMA, "cpu:1", Mesh(), ["decode", "score_512", "score_packed_512"]),
     "Llama, cpu:8": (LLAMA, "cpu:8", Mesh(data=2, fsdp=2, tensor=2), ["decode", "score_512"]),
-    "GPT-2, cpu:1": (GPT2, "cpu:1", Mesh(), ["decode_one"]),
+    "GPT-2, cpu:1": (GPT2, "cpu:1", Mesh(), ["decode_one", "first_prefill_64"]),
     "imported Llama, cpu:1": (IMPORTED, "cpu:1", Mesh(), ["decode"]),
     "mixture, cpu:1": (MIXTURE, "cpu:1", Mesh(), ["prefill_512"]),
     "windows, cpu:1": (WINDOWS, "cpu:1", Mesh(), ["decode", "copy_prefix", "score_rows_128"]),

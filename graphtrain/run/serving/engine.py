@@ -19,8 +19,10 @@ from graphtrain.config.serving_program import packed_rows, serving_program
 from graphtrain.errors import TrainingError, WeightsError
 from graphtrain.graphs.names import (
     ADAPTER_RANKS,
+    FIRST_PREFILL,
     NO_TOKEN,
     ServingPurpose,
+    first_prefill_size,
     graphs_for,
     packed_sizes,
     row_sizes,
@@ -190,7 +192,8 @@ class CompiledEngine:
             self.prefill(slot, tokens[:size], offset, adapter=adapter)
             offset, rest = offset + size, tokens[size:]
             return self.prefill(slot, rest, offset, sampling, prompt=prompt, adapter=adapter)
-        graph = self._graphs[f"prefill_{size}"]
+        name, size = self._prefill_program(size, offset)
+        graph = self._graphs[name]
         request = request_arrays(
             sampling or SamplingParameters(), prompt, self._program.model.vocab, self.vocab
         )
@@ -433,8 +436,27 @@ class CompiledEngine:
 
     def _size(self, count: int, offset: int) -> int:
         """Return the size of the program that processes `count` tokens, or the first of them."""
-        room = self.context_length + self._serve.prefill[0] - offset
-        return next_size(count, room, self._serve.prefill, self.call_tokens)
+        return next_size(count, self._room(offset), self._serve.prefill, self.call_tokens)
+
+    def _prefill_program(self, size: int, offset: int) -> tuple[str, int]:
+        """Return the name and size of the program for up to `size` tokens of a prompt.
+
+        As long as the fastest one is not loaded, it is the one that gives a first token soonest.
+        """
+        name, first = f"prefill_{size}", first_prefill_size(self._program)
+        first_name = f"{FIRST_PREFILL}_{first}"
+        if (
+            first is None
+            or first_name not in self._graphs.keys
+            or self._graphs.is_loaded(name)
+            or not size <= first <= self._room(offset)
+        ):
+            return name, size
+        return first_name, first
+
+    def _room(self, offset: int) -> int:
+        """Return the number of positions that the KV cache has from an offset on, with padding."""
+        return self.context_length + self._serve.prefill[0] - offset
 
     def _choice(
         self, choices: dict[str, np.ndarray], index: int, adapter: str | None
