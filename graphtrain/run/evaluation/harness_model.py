@@ -26,6 +26,7 @@ from graphtrain.run.serving.row_engine import RowEngine
 from graphtrain.run.serving.sequence import SequenceRequest
 
 _MAX_GENERATED = 256  # tokens, for tasks that do not say how many; as in lm-eval
+_SHOWN = 60  # characters of a text in a message
 _ENCODED_TEXTS = 4096  # kept, because the choices of a question share their context
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
@@ -116,7 +117,7 @@ class EngineModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        texts = [self._scored_text(context, end) for _, context, end in requests]
+        texts = [self._scored_text(*request) for request in requests]
         keys = [request_key("score", one.tokens, one.begin) for one in texts]
         answers = {key: self._journal.find(key) for key in keys}
         missing = {key: text for key, text in zip(keys, texts, strict=True) if answers[key] is None}
@@ -185,7 +186,8 @@ class EngineModel(TemplateLM):
         """
         self._sequence("", settings, 0, task)
 
-    def _scored_text(self, context: list[int], end: list[int]) -> ScoredText:
+    def _scored_text(self, texts: Any, context: list[int], end: list[int]) -> ScoredText:
+        """Return a request of lm-eval: (context, end) as text, None of a window; and as tokens."""
         if not context:
             raise DataError(
                 "a task asks for the log-likelihood of a text after a context of spaces alone, "
@@ -195,6 +197,7 @@ class EngineModel(TemplateLM):
             raise DataError(
                 f"a task asks for the log-likelihood of a text of {len(end)} tokens, and the "
                 f"context has room for 1 to {self.max_length} (program.serve.context_length)"
+                + (f"; it begins with {texts[1][:_SHOWN]!r}" if texts else "")
             )
         self.cut += len(context) + len(end) > self.max_length + 1
         tokens = [*context, *end][-(self.max_length + 1) :]
@@ -207,6 +210,9 @@ class EngineModel(TemplateLM):
         options: dict[str, Any] = {**normalize_gen_kwargs(dict(settings), _MAX_GENERATED)}
         until, count = options.pop("until"), int(options.pop("max_gen_toks"))
         is_sampled = options.pop("do_sample")
+        if count < 1 or "" in until:
+            problem = f"max_gen_toks is {count}" if count < 1 else "until has an empty text"
+            raise DataError(f"{task}: {problem}, so nothing would be generated; correct the task")
         if unknown := sorted(set(options) - set(_SAMPLING)):
             raise DataError(
                 f"{task}: generation_kwargs has {', '.join(unknown)}, which graphtrain does not "
@@ -244,7 +250,9 @@ class EngineModel(TemplateLM):
         """Return a text as lm-eval's own models decode it: by itself, without special tokens."""
         kept = [token for token in continuation.tokens if token not in self._special]
         text = self._text.tokenizer.decode(kept)
-        if len(kept) == len(continuation.tokens):
+        # Bytes that are no character: their decoder may replace other bytes beside them too, which
+        # a text that grows token by token has already.
+        if len(kept) == len(continuation.tokens) and "\ufffd" not in text:
             # Decoders of sentencepiece leave out the space of the first word.
             drops_space = continuation.text.startswith(" ") and not text.startswith(" ")
             return continuation.text[drops_space:]

@@ -488,6 +488,37 @@ def test_a_text_has_no_space_where_the_decoder_begins_a_text_without_one(journal
     assert made.decode([1, 2]) == "is so"  # as lm-eval's own models decode it
 
 
+def test_bytes_that_are_no_character_are_decoded_with_those_beside_them(journal):
+    import tokenizers
+
+    pieces = ["\u2581it", "<0xE5>", "<0x5D>", "<0x37>", "\u2581is", "</s>"]
+    words = {word: index for index, word in enumerate(pieces)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], byte_fallback=True))
+    made.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("\u2581", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+        ]
+    )
+    made.add_special_tokens(["</s>"])
+    text = TextFormat(HuggingFaceTokenizer(made.to_str().encode()), (0,))
+    model = EngineModel(ToyEngine(), text, journal, lambda *given: None)
+    grown = Continuation("7\ufffd]7 is", (3, 1, 2, 3, 4), "length", 0.0)  # token by token
+    assert model._answer(grown, ["x"]) == made.decode([3, 1, 2, 3, 4]) == "\ufffd" * 4 + " is"
+    assert model._answer(grown, [" i"]) == "\ufffd" * 4
+
+
+def test_what_generates_nothing_is_refused(journal):
+    model = harness_model(journal, ToyEngine(context_length=512))
+    for settings, problem in (
+        ({"until": ["x", ""]}, "task: until has an empty text"),
+        ({"until": ["x"], "max_gen_toks": 0}, "task: max_gen_toks is 0"),
+    ):
+        with pytest.raises(DataError, match=problem):
+            model.check_generation(settings, "task")
+
+
 def test_a_text_ends_at_all_tokens_that_end_it_for_transformers(tmp_path, journal):
     settings = """
 [program]

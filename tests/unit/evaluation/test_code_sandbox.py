@@ -208,6 +208,9 @@ JUDGED = (
     ("def f(x):\n    if x < 0: raise ValueError('small')\n    return 10 ** 30 + x",
      "try:\n    f(-1)\nexcept ValueError as error:\n    assert 'small' in str(error)\n"
      "else:\n    assert False\nassert f(1) == 10 ** 30 + 1 and f(x=1) == f(1)"),
+    ("def f(x):\n    if x: raise ValueError('bad')\n    raise KeyError(7, 'b')",
+     "try:\n    f(1)\nexcept ValueError as error:\n    assert str(error) == 'bad'\n"
+     "try:\n    f(0)\nexcept KeyError as error:\n    assert error.args == (7, 'b')"),
     ("from collections import Counter\ndef f(s): return Counter(s)", "assert f('aa') == {'a': 2}"),
     ("import hashlib\ndef f(s): return hashlib.md5(s.encode()).hexdigest() if s else None",
      "assert f('a')[:4] == '0cc1' and f('') is None"),
@@ -247,6 +250,8 @@ def test_what_cannot_cross_fails_with_that_reason():
     assert report.endswith("returned an object of type A, which cannot be passed to the tests")
     report = run_program("def f(g): return g(1)", "assert f(lambda x: x)")
     assert "the tests pass an object of type function" in report
+    report = run_program("def f():\n    while True:\n        yield 1", "assert list(f())")
+    assert "returned an iterator of more than 1,048,576 values" in report
     for value in (1, -(1 << 90), 1.5, "a\ud800", None, [(1, {2}), {"a": [b"b"]}], range(1, 9, 2)):
         assert decode(encode(value)) == value
     for damaged in (["set", [["list", []]]], ["nothing", 1], ["dict", [1]], ["int", "x"]):

@@ -18,6 +18,7 @@ from .confinement import confine
 from .values import CannotCross, decode, encode, receive, send
 
 _MOST_WORDS = 200  # characters of an error's message
+_MOST_OF_ERROR = 1 << 16  # characters of its arguments
 # Imported by functions of the standard library, and by the compiler for \N{...}.
 _IMPORTED_LATE = (
     "_strptime", "contextlib", "encodings.ascii", "encodings.latin_1", "linecache", "tokenize",
@@ -93,7 +94,12 @@ def _reply(asked: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
     except CannotCross as error:
         return {"failed": f"the function returned {error}, which cannot be passed to the tests"}
     except BaseException as error:
-        return {"raised": type(error).__name__, "message": _described(error)}
+        arguments = None
+        with suppress(BaseException):  # of the answer's own classes, or recursive
+            arguments = encode(list(error.args))
+            arguments = arguments if len(str(arguments)) < _MOST_OF_ERROR else None
+        described = _described(error)
+        return {"raised": type(error).__name__, "message": described, "arguments": arguments}
 
 
 def _stands_for(found: Any) -> dict[str, Any]:

@@ -129,8 +129,9 @@ def _exception(reply: dict[str, Any]) -> BaseException:
     message = str(reply.get("message"))[:400]
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
-            return kind(message)
-        except TypeError:  # UnicodeDecodeError and the like take other arguments
+            arguments = reply.get("arguments")
+            return kind(message) if arguments is None else kind(*decode(arguments))
+        except (TypeError, CannotCross):  # UnicodeDecodeError and the like take other arguments
             return Exception(message)
     return _Failed(message)
 

@@ -51,7 +51,10 @@ def encode(value: Any) -> Any:
         if isinstance(value, kind):
             return [kind.__name__, [encode(one) for one in kind.__iter__(value)]]
     if isinstance(value, _ITERATORS):
-        return ["iterator", [encode(one) for one in islice(value, _MOST_OF_ITERATOR)]]
+        items = [encode(one) for one in islice(value, _MOST_OF_ITERATOR)]
+        if next(value, value) is not value:  # an iterator does not contain itself
+            raise CannotCross(f"an iterator of more than {_MOST_OF_ITERATOR:,} values")
+        return ["iterator", items]
     raise CannotCross(f"an object of type {type(value).__name__[:100]}")
 
 
