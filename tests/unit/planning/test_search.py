@@ -11,6 +11,7 @@ from graphtrain.errors import PlanError
 from graphtrain.planning import ranking
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.candidates import candidates
+from graphtrain.planning.costs import Workload
 from graphtrain.planning.search import FAMILIES, search
 from graphtrain.planning.verify import compile_best
 
@@ -143,7 +144,7 @@ def test_what_does_not_fit_after_all_comes_last_and_another_is_compiled(vary, tm
 def test_rows_are_settings_and_say_whose_their_numbers_are(vary, tmp_path, compiled):
     found = search(vary(["program.mesh.fsdp=1", "program.mesh.data=rest"]).settings)
     rows = [*compile_best(found.ranked, Cache(tmp_path), 1), *found.ranked[1:]]
-    first, second = ranking.as_json(found, rows)["strategies"][:2]
+    first, second = ranking.as_json(found, rows, Workload())["strategies"][:2]
     assert (first["source"], second["source"]) == ("compiler", "estimate")
     assert first["remat"] == found.ranked[0].program.model.remat and first["fits"]
     assert first["peak_bytes"] == rows[0].memory.peak and first["step_seconds"] > 0
