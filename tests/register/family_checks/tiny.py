@@ -57,11 +57,22 @@ _SIZES: dict[str, int] = {
     "laurel_rank": 8,
 }
 
+_ENCODER_LAYERS = ("num_hidden_layers", "depth", "encoder_layers")
+
 # What the rules above do not give, by model_type.
 _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mamba2": {"num_heads": 4, "head_dim": 16},
-    "dots1": {"n_routed_experts": 4},
+    # As published; transformers' defaults have none.
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "dots3_note": dict.fromkeys(("vision_config", "audio_config"), {"adapter_out_dim": _EMBED}),
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": dict.fromkeys(
+            ("sliding_attention", "full_attention"), {"rope_type": "default", "rope_theta": 1e4}
+        ),
+    },
     "zamba2": {"n_mamba_heads": 4, "mamba_headdim": 16},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
     "hunyuan_v1_dense": {"head_dim": 8},
@@ -79,7 +90,9 @@ def tiny_config(model_type: str) -> str:
 
     default = AutoConfig.for_model(model_type)
     small = _small(default.to_dict(), dict(getattr(default, "attribute_map", {})))
-    small |= _OWN.get(model_type, {})
+    for name, value in _OWN.get(model_type, {}).items():
+        is_part = isinstance(value, dict) and isinstance(small.get(name), dict)
+        small[name] = small[name] | value if is_part else value
     return AutoConfig.for_model(model_type, **small).to_json_string(use_diff=False)
 
 
@@ -110,10 +123,17 @@ def _small(written: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
     small |= {name: 0.0 for name, rate in written.items() if "drop" in name and _is_rate(rate)}
     if "kv_lora_rank" in small and "num_key_value_heads" in small:
         small["num_key_value_heads"] = _HEADS  # latent attention expands keys to all heads
-    if isinstance(text := written.get("text_config"), dict):
-        kind = text.get("model_type", "")
-        small["text_config"] = {"model_type": kind} | _small(text, {}) | _OWN.get(kind, {})
+    for name, inner in written.items():
+        if name.endswith("_config") and isinstance(inner, dict) and "model_type" in inner:
+            small[name] = {"model_type": inner["model_type"]} | _small_part(name, inner)
     return small
+
+
+def _small_part(name: str, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a part of a model: its text, or an encoder, which has few layers."""
+    if name == "text_config":
+        return _small(written, {}) | _OWN.get(written["model_type"], {})
+    return {layers: 2 for layers in _ENCODER_LAYERS if isinstance(written.get(layers), int)}
 
 
 def _is_rate(value: Any) -> bool:
