@@ -97,8 +97,15 @@ SIZE_NAMES = {
 
 
 def layer_count(hf: str, overrides: Mapping[str, Any]) -> int | None:
-    """Return the number of layers that the configuration states; None if it states none."""
-    return first_int(read_config(hf, overrides), SIZE_NAMES["layers"])
+    """Return the number of layers that the configuration states; None if it states none.
+
+    That of a model of text and images may state it for its text alone.
+    """
+    config = read_config(hf, overrides)
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, dict) else {})
+    counts = (first_int(part, SIZE_NAMES["layers"]) for part in parts)
+    return next(filter(None, counts), None)
 
 
 def first_int(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

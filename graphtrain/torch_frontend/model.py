@@ -123,13 +123,32 @@ def _open_traced(opened: OpenedModel) -> OpenedModel:
     while True:
         opened = replace(opened, block_lists=tuple(block_lists))
         try:
-            return replace(opened, untrained=opened.check())
+            return _without_idle_blocks(replace(opened, untrained=opened.check()))
         except BlocksDiffer as error:
             stack = error.stack
             unrolled = UnrolledBlocks(stack.name, stack.count, error.reason)
             block_lists = [
                 unrolled if block_list is stack else block_list for block_list in block_lists
             ]
+
+
+def _without_idle_blocks(opened: OpenedModel) -> OpenedModel:
+    """Leave out lists of blocks whose parameters get no gradient, as those of a vision tower.
+
+    Their parameters are constants, each by its own name; stages and caches need not know of them.
+    """
+    names = opened.parameter_names_by_path()
+    untrained = {name for path in opened.untrained for name in names[path]}
+    trained = opened.meta.parameters().keys() - untrained
+    used = tuple(
+        blocks
+        for blocks in opened.block_lists
+        if any(name.startswith(f"{blocks.name}.") for name in trained)
+    )
+    opened = replace(opened, block_lists=used)
+    paths = opened.parameter_names_by_path()
+    constant = (path for path, inside in paths.items() if untrained.issuperset(inside))
+    return replace(opened, untrained=frozenset(constant))
 
 
 def factory(model: TorchModel) -> Callable[[], torch.nn.Module]:

@@ -23,6 +23,7 @@ __all__ = [
     "FakeTensorMode",
     "accepts_attention",
     "accepts_experts",
+    "build_causal_model",
     "causal_model_class",
     "environment_of",
     "export_joint",
@@ -91,14 +92,35 @@ def set_array(tensor: Any, array: Any) -> None:
 
 
 def causal_model_class(config: Any) -> type | None:
-    """Return the class that AutoModelForCausalLM builds for a configuration; None if there is none.
+    """Return the class of the causal language model of a configuration; None if there is none.
 
-    from_config would also build the model.
+    It is the class that AutoModelForCausalLM builds. The language model of some larger models, such
+    as Emu3, is only found by its name, which its own config.json contains.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    classes: Any = transformers.AutoModelForCausalLM._model_mapping
+    if (kind := classes.get(type(config), None)) is not None:
+        return kind
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()).intersection(
+        config.architectures or ()
+    )
+    kinds = (getattr(transformers, name) for name in sorted(causal))
+    return next((kind for kind in kinds if kind.config_class is type(config)), None)
+
+
+def build_causal_model(kind: Any, config: Any, options: Mapping[str, Any]) -> torch.nn.Module:
+    """Build a model of the class that `causal_model_class` returns.
+
+    AutoModelForCausalLM takes the text part of a configuration, where the class needs only that.
     """
     from transformers import AutoModelForCausalLM
 
     classes: Any = AutoModelForCausalLM._model_mapping
-    return classes.get(type(config), None)
+    if type(config) in classes:
+        return AutoModelForCausalLM.from_config(config, **options)
+    return kind._from_config(config, **options)
 
 
 def accepts_attention(kind: Any) -> bool:

@@ -20,7 +20,7 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
     Raises:
         ImportedModelError: transformers has no such causal language model, or rejects the config.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
     from transformers.utils import logging
 
     from graphtrain.torch_frontend import hf_attention
@@ -56,7 +56,7 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
         hf_attention.register()
         options["attn_implementation"] = hf_attention.IMPLEMENTATION
     with _explain_config_errors(model_type):
-        model = AutoModelForCausalLM.from_config(hf_config, **options)
+        model = private_torch.build_causal_model(model_class, hf_config, options)
     store_buffers_as_parameters(model)
     list_tied_sources_first(model)
     return model

@@ -305,7 +305,7 @@ def _layers_of(program: Program) -> int:
     layers = configured_layers or sum(program.pipeline.layers_per_stage or ())
     if not layers:
         raise ShardingError(
-            "the number of layers of model.torch is unknown before the model is built; set "
-            "pipeline.layers_per_stage, for example [6, 6]"
+            f"the number of layers of model.{'hf' if model.hf else 'torch'} is unknown before the "
+            "model is built; set pipeline.layers_per_stage, for example [6, 6]"
         )
     return layers

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from family_checks.states import LENGTH, UNOPTIMIZED, Mismatch, batch, module_parameters
 
+from family_checks.states import LENGTH, UNOPTIMIZED, Mismatch, batch, module_parameters
 from graphtrain.config.schema import TorchModel
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.attention.cache_layout import DOT_LAYOUT, CacheSize

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from family_checks.states import (
     RATE,
     UNOPTIMIZED,
@@ -20,7 +21,6 @@ from family_checks.states import (
     program,
     train_step,
 )
-
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Mesh, TorchModel
 from graphtrain.graphs.build import build_graph

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from family_checks.tiny import VOCAB
 
+from family_checks.tiny import VOCAB
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh, Optimizer, Program, TorchModel
 from graphtrain.graphs.build import build_graph
@@ -21,7 +21,9 @@ from lowering.trees import Tree, unflatten
 
 RATE, DECAY = 1e-3, 5.0
 OPTIMIZER = Optimizer(epsilon=1e-5, clip_norm=0.0, weight_decay=DECAY)
-UNOPTIMIZED = {"xla_backend_optimization_level": 0}
+UNOPTIMIZED: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):
+    UNOPTIMIZED["xla_cpu_use_fusion_emitters"] = False  # compiled in a fraction of the time
 ROWS, LENGTH = 4, 12
 
 

@@ -60,18 +60,22 @@ _SIZES: dict[str, int] = {
 _ENCODER_LAYERS = ("num_hidden_layers", "depth", "encoder_layers")
 
 # What the rules above do not give, by model_type.
-_OWN: dict[str, dict[str, Any]] = {
+_OWN: dict[str, Mapping[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     # As published; transformers' defaults have none.
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
-    "dots3_note": dict.fromkeys(("vision_config", "audio_config"), {"adapter_out_dim": _EMBED}),
+    "dots3_note": {
+        "vision_config": {"adapter_out_dim": _EMBED, "num_hidden_layers": 42},
+        "audio_config": {"adapter_out_dim": _EMBED},
+    },
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "rope_parameters": dict.fromkeys(
-            ("sliding_attention", "full_attention"), {"rope_type": "default", "rope_theta": 1e4}
-        ),
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
     },
     "zamba2": {"n_mamba_heads": 4, "mamba_headdim": 16},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
@@ -81,6 +85,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True},
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    # With the 512 of a published head, softmaxes of unscaled scores are those of one key.
+    "gemma4_text": {"global_head_dim": 16},
+    "gemma4_unified_text": {"global_head_dim": 16},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
 }
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+
 from family_checks.states import (
     DECAY,
     OPTIMIZER,
@@ -21,7 +22,6 @@ from family_checks.states import (
     train_step,
     values,
 )
-
 from graphtrain.config.schema import TorchModel
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import module_with_weights, unstack_weights

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.numpy import load_file
-from family_checks.states import Mismatch, values
 
+from family_checks.states import Mismatch, values
 from graphtrain.config.schema import TorchModel
 from graphtrain.torch_frontend.model import factory, open_model
 from graphtrain.torch_frontend.parity import stack_weights, unstack_weights
