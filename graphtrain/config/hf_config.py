@@ -80,9 +80,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 def vocab_size(hf: str, overrides: Mapping[str, Any]) -> int | None:
     """Return the vocabulary size in the configuration, or None."""
-    config = read_config(hf, overrides)
-    size = config.get("vocab_size")
-    return size if isinstance(size, int) else None
+    return _size(read_config(hf, overrides), ("vocab_size",))
 
 
 # Size of the native model: names that the model families of transformers give it.
@@ -97,15 +95,15 @@ SIZE_NAMES = {
 
 
 def layer_count(hf: str, overrides: Mapping[str, Any]) -> int | None:
-    """Return the number of layers that the configuration states; None if it states none.
+    """Return the number of layers that the configuration states; None if it states none."""
+    return _size(read_config(hf, overrides), SIZE_NAMES["layers"])
 
-    That of a model of text and images may state it for its text alone.
-    """
-    config = read_config(hf, overrides)
+
+def _size(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """Return a size of a language model; one of text and images may state it for its text alone."""
     text = config.get("text_config")
     parts = (config, text if isinstance(text, dict) else {})
-    counts = (first_int(part, SIZE_NAMES["layers"]) for part in parts)
-    return next(filter(None, counts), None)
+    return next((size for part in parts if (size := first_int(part, names)) is not None), None)
 
 
 def first_int(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

@@ -369,6 +369,8 @@ def _patch_torch(environment: TraceEnvironment) -> Iterator[None]:
             (torch.autocast, "__enter__", autocast),
             # Not torch.utils.checkpoint.checkpoint, of which modules hold references by import.
             (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpoint),
+            # Checks of values, which a trace does not know.
+            (torch.distributions.Distribution, "_validate_args", False),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         yield

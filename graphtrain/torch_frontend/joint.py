@@ -99,10 +99,14 @@ def find_writes_through_views(module: MetaModule, tokens: tuple[int, ...], call:
 
     The module is called on fake tensors. If that fails the list is empty, as the trace will report
     the error.
+
+    Raises:
+        ImportedModelError: the module writes into a parameter.
     """
-    fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), InPlaceWriteRecorder()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         parameters, buffers, fake_tokens = _fake_inputs(module, "float32", tokens)
+        recorder = InPlaceWriteRecorder(parameters)
         state = {**parameters, **{name: buffer.clone() for name, buffer in buffers.items()}}
         try:
             with (
@@ -113,6 +117,12 @@ def find_writes_through_views(module: MetaModule, tokens: tuple[int, ...], call:
                 call(fake_tokens)
         except Exception:  # the trace reports it
             return []
+    if recorder.to_parameters:
+        raise ImportedModelError(
+            f"{type(module.module).__name__} cannot be traced: in its forward pass "
+            f"{recorder.to_parameters[0]}, but only the optimizer changes parameters of a step; "
+            "compute a new tensor from the parameter instead"
+        )
     return recorder.through_views
 
 

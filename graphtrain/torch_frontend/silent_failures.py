@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,18 @@ def likely_causes(module: torch.nn.Module, tokens: torch.Tensor) -> list[str]:
 
 
 class InPlaceWriteRecorder(TorchFunctionMode):
-    """Mode that records in-place writes to tensors that share storage, or under no_grad."""
+    """Mode that records in-place writes to parameters, to views, or under no_grad.
 
-    def __init__(self) -> None:
+    Args:
+        parameters: The module's parameters by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__()
+        self._parameters = {
+            private_torch.storage_id(one): name for name, one in (parameters or {}).items()
+        }
+        self.to_parameters: list[str] = []
         self.through_views: list[str] = []
         self.without_gradients: list[str] = []
         self._shared: set[int] = set()  # ids of storages that have views
@@ -70,7 +78,10 @@ class InPlaceWriteRecorder(TorchFunctionMode):
         return result
 
     def _record_write(self, tensor: torch.Tensor, name: str) -> None:
-        if private_torch.storage_id(tensor) in self._shared:
+        if parameter := self._parameters.get(private_torch.storage_id(tensor)):
+            records = self.to_parameters
+            description = f"{name} at {current_user_line()} writes into its parameter {parameter}"
+        elif private_torch.storage_id(tensor) in self._shared:
             records, description = (
                 self.through_views,
                 f"{name} at {current_user_line()} writes through a view",

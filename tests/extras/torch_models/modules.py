@@ -41,6 +41,13 @@ class Stateful(Model):
         return x.cumsum(1)
 
 
+class Entropy(Model):
+    """A distribution, which checks the values of its arguments."""
+
+    def between(self, x):
+        return x * torch.distributions.Categorical(logits=x).entropy()[..., None]
+
+
 class Detached(Model):
     def between(self, x):
         return x * x.detach()
@@ -104,6 +111,14 @@ class ThroughAView(Model):
         y = x.clone()
         y.view(-1, EMBED).mul_(2)
         return y
+
+
+class ClampedWeight(Model):
+    """As Gemma 3n does in training."""
+
+    def between(self, x):
+        self.inner.weight.data.clamp_(-1, 1)
+        return x
 
 
 class OutOfSight(Model):
@@ -237,6 +252,8 @@ class Blocks(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, EMBED)
         self.blocks = nn.ModuleList(Block(number, use == "numbered") for number in range(count))
+        if use == "beside a tower":  # of images, which are not given
+            self.tower = nn.ModuleList(Block(number, False) for number in range(count))
         self.head = nn.Linear(EMBED, VOCAB)
         self.use = use
 

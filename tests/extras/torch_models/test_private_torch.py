@@ -25,6 +25,8 @@ REMEDIES = {
     "set_array": "torchax/tensor.py, class Tensor: find where it keeps its JAX array.",
     "causal_model_class": "transformers/models/auto/auto_factory.py: find the mapping that "
     "from_config reads.",
+    "build_causal_model": "transformers/models/auto/auto_factory.py, from_config: find how it "
+    "builds a model of a class.",
     "accepts_attention": "transformers/modeling_utils.py: find what set_attn_implementation asks.",
     "accepts_experts": "transformers/modeling_utils.py: find what set_experts_implementation asks.",
     "tied_weights": "transformers/modeling_utils.py: find which of two tied weights is saved.",
@@ -104,6 +106,22 @@ def test_transformers_tells_the_class_of_a_configuration_and_its_attention():
     assert private_torch.accepts_attention(kind) is True
     assert private_torch.supports_sdpa(kind) is True
     assert private_torch.causal_model_class(transformers.ViTConfig()) is None
+
+
+@canary("build_causal_model")
+def test_transformers_builds_the_language_model_of_a_larger_one():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.Emu3TextConfig(
+        **sizes, pad_token_id=0, bos_token_id=1, eos_token_id=1, attention_dropout=0.0
+    )
+    assert private_torch.causal_model_class(config) is None
+    config.architectures = ["Emu3ForCausalLM"]
+    kind = private_torch.causal_model_class(config)
+    for either in (config, transformers.Emu3Config(text_config=config.to_dict())):
+        with torch.device("meta"):
+            model = private_torch.build_causal_model(kind, either, {"dtype": torch.float32})
+        assert type(model) is kind and model.config.hidden_size == 8
 
 
 @canary("accepts_experts", "tied_weights")

@@ -44,7 +44,11 @@ def model(name: str, front_end: str = "auto", remat: str = "dots", **overrides) 
 
 
 @pytest.mark.parametrize(
-    "name", ["NoGrad", "Detached", "OwnGradient", "Arange", "InPlace", "LeftPadded", "Attending"]
+    "name",
+    [
+        *("NoGrad", "Detached", "OwnGradient", "Arange", "InPlace", "LeftPadded", "Attending"),
+        "Entropy",
+    ],
 )
 def test_done_right_it_has_the_gradients_of_pytorch(name):
     found = check_parity(model(name), (2, 6))
@@ -129,6 +133,7 @@ def test_traced_all_the_same_a_write_through_a_view_is_a_mismatch_with_its_cause
         ("PlainTensor", "neither a parameter nor a buffer; register it"),
         ("ByValue", r"depends on the values of a tensor.*modules\.py"),
         ("RandomBuffer", "buffer features has no value"),
+        ("ClampedWeight", r"clamp_ at .*modules\.py:\d+ writes into its parameter inner\.weight"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_reason(name, words):
@@ -368,6 +373,15 @@ def test_blocks_that_are_not_are_traced_one_by_one_and_say_why(use, reason):
     opened = open_model(model("Blocks", use=use))
     (found,) = opened.block_lists
     assert found.reason == reason
+    assert check_parity(opened.settings, (2, 6)).gradient <= 1e-4
+
+
+def test_blocks_that_the_logits_do_not_depend_on_are_no_stack():
+    opened = open_model(model("Blocks", use="beside a tower"))
+    assert [blocks.name for blocks in opened.block_lists] == ["blocks"]
+    specs = opened.specs()
+    assert specs["tower/3/up/weight"].role == "constant"
+    assert specs["blocks/up/weight"].role == "parameter"
     assert check_parity(opened.settings, (2, 6)).gradient <= 1e-4
 
 

@@ -1,10 +1,12 @@
 """A Hugging Face folder in place of a configuration."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from graphtrain.config import load_config
+from graphtrain.config.schema import Mesh, check_pipeline
 from graphtrain.errors import ConfigError
 
 
@@ -31,6 +33,16 @@ def test_the_model_in_a_folder_is_its_configuration(folder):
     config = load_config(folder, ["program.serve.context_length=4096"])
     assert (config.program.model.dtype, config.program.batch.seq_len) == ("bfloat16", 2048)
     assert config.program.serve.context_length == 4096
+
+
+def test_sizes_of_a_model_of_text_and_images_are_those_of_its_text(folder):
+    text = {"num_hidden_layers": 2, "vocab_size": 257}
+    config = {"model_type": "got_ocr2", "text_config": text, "vision_config": {"depth": 12}}
+    (folder / "config.json").write_text(json.dumps(config))
+    program = load_config(folder, ["program.batch.microbatches=2"]).program
+    assert program.model.vocab == 257
+    pipelined = replace(program, mesh=Mesh(stage=2))  # which asks for the number of layers
+    assert check_pipeline(pipelined, 2).layers == (1, 1)
 
 
 def test_a_folder_without_weights_or_with_a_damaged_config_json_is_refused(folder):
