@@ -85,7 +85,7 @@ def vocab_size(hf: str, overrides: Mapping[str, Any]) -> int | None:
 
 # Size of the native model: names that the model families of transformers give it.
 SIZE_NAMES = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "embed": ("hidden_size", "n_embd", "d_model"),
     "heads": ("num_attention_heads", "n_head", "num_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphtrain.errors import ImportedModelError
-from graphtrain.torch_frontend import private_torch
+from graphtrain.torch_frontend import expert_loops, private_torch
 
 
 def from_config(config: dict[str, Any]) -> torch.nn.Module:
@@ -57,6 +57,7 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
         options["attn_implementation"] = hf_attention.IMPLEMENTATION
     with _explain_config_errors(model_type):
         model = private_torch.build_causal_model(model_class, hf_config, options)
+    expert_loops.replace_loops(model)
     store_buffers_as_parameters(model)
     list_tied_sources_first(model)
     return model
@@ -118,6 +119,7 @@ def _explain_config_errors(model_type: str) -> Iterator[None]:
 
 def use_transformers_implementations(module: Any) -> None:
     """Switch a model to transformers' own attention and experts, as the reference for parity."""
+    expert_loops.restore_loops(module)
     module.set_attn_implementation(module.get_correct_attn_implementation(None))
     if private_torch.accepts_experts(type(module)):
         module.set_experts_implementation("eager")

@@ -59,13 +59,18 @@ _SIZES: dict[str, int] = {
 
 _ENCODER_LAYERS = ("num_hidden_layers", "depth", "encoder_layers")
 
+_WITHOUT_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+
 # What the rules above do not give, by model_type.
 _OWN: dict[str, Mapping[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     # As published; transformers' defaults have none.
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": _MLP, "moe_num_experts": _EXPERTS, "moe_top_k": 2},
+    },
     "dots3_note": {
         "vision_config": {"adapter_out_dim": _EMBED, "num_hidden_layers": 42},
         "audio_config": {"adapter_out_dim": _EMBED},
@@ -88,7 +93,12 @@ _OWN: dict[str, Mapping[str, Any]] = {
     # With the 512 of a published head, softmaxes of unscaled scores are those of one key.
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "gemma4_assistant": {"text_config": _WITHOUT_LAYER_INPUTS},
+}
+
+# Settings without which a family has no default configuration.
+_NEEDED: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text"} | _WITHOUT_LAYER_INPUTS},
 }
 
 
@@ -96,7 +106,7 @@ def tiny_config(model_type: str) -> str:
     """Return the contents of the config.json of a family's small configuration."""
     from transformers import AutoConfig
 
-    default = AutoConfig.for_model(model_type)
+    default = AutoConfig.for_model(model_type, **_NEEDED.get(model_type, {}))
     small = _small(default.to_dict(), dict(getattr(default, "attribute_map", {})))
     for name, value in _OWN.get(model_type, {}).items():
         is_part = isinstance(value, dict) and isinstance(small.get(name), dict)

@@ -1,0 +1,50 @@
+"""Experts without their loop over tensor values compute what transformers does."""
+
+import pytest
+import torch
+import transformers
+
+from graphtrain.torch_frontend.expert_loops import replace_loops, restore_loops
+
+CONFIGS = {
+    "dbrx": transformers.DbrxConfig(
+        d_model=8, n_heads=2, n_layers=1, vocab_size=32,
+        attn_config={"rope_theta": 1e4, "kv_n_heads": 1, "clip_qkv": 8.0},
+        ffn_config={"ffn_hidden_size": 12, "moe_num_experts": 4, "moe_top_k": 2},
+    ),
+    "longcat_flash": transformers.LongcatFlashConfig(
+        vocab_size=32, hidden_size=8, ffn_hidden_size=12, expert_ffn_hidden_size=12, num_layers=1,
+        num_attention_heads=2, head_dim=4, q_lora_rank=4, kv_lora_rank=4, qk_nope_head_dim=4,
+        qk_rope_head_dim=4, v_head_dim=4, moe_topk=3, n_routed_experts=3, zero_expert_num=2,
+    ),
+    "jetmoe": transformers.JetMoeConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=12, num_hidden_layers=1, kv_channels=4,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_logits_and_gradients_are_those_of_the_loop(family):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    tokens = torch.randint(0, 32, (2, 6))
+
+    def logits_and_gradients():
+        model.zero_grad()
+        logits = model(input_ids=tokens, use_cache=False).logits
+        logits.square().sum().backward()
+        gradients = {name: one.grad for name, one in model.named_parameters()}
+        return logits.detach(), gradients
+
+    replace_loops(model)
+    assert any("forward" in vars(module) for module in model.modules())
+    logits, gradients = logits_and_gradients()
+    restore_loops(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    expected_logits, expected = logits_and_gradients()
+    torch.testing.assert_close(logits, expected_logits)
+    torch.testing.assert_close(gradients, expected)
