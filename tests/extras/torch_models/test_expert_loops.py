@@ -46,5 +46,6 @@ def test_logits_and_gradients_are_those_of_the_loop(family):
     restore_loops(model)
     assert not any("forward" in vars(module) for module in model.modules())
     expected_logits, expected = logits_and_gradients()
-    torch.testing.assert_close(logits, expected_logits)
-    torch.testing.assert_close(gradients, expected)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5}  # norms and routers compute in float32
+    torch.testing.assert_close(logits, expected_logits, **tolerance)
+    torch.testing.assert_close(gradients, expected, **tolerance)

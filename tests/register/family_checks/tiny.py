@@ -15,7 +15,8 @@ _LAYERS = 4
 
 # Sizes by the names that families give them; only those that a configuration has are set.
 _SIZES: dict[str, int] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "true_vocab_size"), VOCAB),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(("true_vocab_size", "unpadded_vocab_size"), VOCAB),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size"), _EMBED),
     **dict.fromkeys(("word_embed_proj_dim", "emb_dim", "dim_model", "lru_width"), _EMBED),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), _LAYERS),
