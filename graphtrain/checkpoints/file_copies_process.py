@@ -7,18 +7,15 @@ ends because the run was killed: then for a limited time. It writes one JSON obj
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import sys
 import threading
 import time
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from graphtrain.checkpoints.file_copies import FileCopies
+from graphtrain.checkpoints.side_process import read_job, report
 from sharding_rules.errors import UserError
 
 MODULE = __name__
@@ -38,21 +35,6 @@ class FileCopiesJob:
     endpoint: str | None
     every_seconds: float
 
-    def encode(self) -> str:
-        """Return the job as the argument of the process."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: str) -> FileCopiesJob:
-        """Return the job that `encode` wrote."""
-        return cls(**json.loads(text))
-
-
-def _report(event: str, **facts: Any) -> None:
-    with suppress(OSError):  # the run was killed, and nobody reads
-        sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
-        sys.stdout.flush()
-
 
 def _upload_until(job: FileCopiesJob, ending: threading.Event) -> None:
     """Upload at each interval and, until it succeeds, at the end."""
@@ -68,21 +50,18 @@ def _upload_until(job: FileCopiesJob, ending: threading.Event) -> None:
 
 def _upload(copies: FileCopies) -> bool:
     try:
-        _report("uploaded", bytes=copies.upload_changed())
+        report(event="uploaded", bytes=copies.upload_changed())
     except (UserError, OSError) as error:
-        _report("failed", reason=str(error))
+        report(event="failed", reason=str(error))
         return False
     return True
 
 
 def main() -> None:
     """Upload until the run has ended."""
-    # The run is asked to stop by signals to all its processes, and then waits for this one.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    job = read_job(FileCopiesJob)
     os.nice(_PRIORITY)
     ending = threading.Event()
-    job = FileCopiesJob.decode(sys.argv[1])
     threading.Thread(target=_upload_until, args=(job, ending), daemon=True).start()
     sys.stdin.readline()  # FINISH, or nothing when the run has ended
     ending.set()

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from graphtrain.checkpoints.listing import list_remote, superfluous
 from graphtrain.checkpoints.manifest import DamagedCheckpoint
 from graphtrain.checkpoints.remote import RemoteCheckpoints
 from graphtrain.checkpoints.same_run import OtherRun, check_store
+from graphtrain.checkpoints.side_process import read_job, report
 from graphtrain.checkpoints.steps import Retention
 from sharding_rules.errors import UserError
 
@@ -43,16 +43,6 @@ class UploadJob:
     url: str
     endpoint: str | None
     retention: Retention
-
-    def encode(self) -> str:
-        """Return the job as the argument of the process."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: str) -> UploadJob:
-        """Return the job that `encode` wrote."""
-        fields = json.loads(text)
-        return cls(**fields | {"retention": Retention(**fields["retention"])})
 
 
 class _Queue:
@@ -89,8 +79,7 @@ class _Queue:
 
 
 def _report(event: str, step: int, **facts: Any) -> None:
-    sys.stdout.write(json.dumps({"event": event, "step": step, **facts}) + "\n")
-    sys.stdout.flush()
+    report(event=event, step=step, **facts)
 
 
 def _upload_all(job: UploadJob, queue: _Queue) -> None:
@@ -147,11 +136,8 @@ def _read_requests(queue: _Queue) -> None:
 
 def main() -> None:
     """Upload until the run has ended."""
-    # The run is asked to stop by signals to all its processes, and then waits for this one.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     queue = _Queue()
-    job = UploadJob.decode(sys.argv[1])
+    job = read_job(UploadJob)
     threading.Thread(target=_upload_all, args=(job, queue), daemon=True).start()
     _read_requests(queue)
     sys.stdin.read()  # until the run has ended, or is killed

@@ -67,6 +67,7 @@ EXECUTION = frozenset(
         "run.checkpoints",
         "run.upload",
         "run.export",
+        "run.export_weights",
         "run.fallback",
         "run.verify_every",
         "run.evaluate_every",

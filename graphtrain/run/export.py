@@ -1,29 +1,26 @@
-"""Export of a run that is complete (`run.export`): a Hugging Face folder, by a process beside it.
+"""Export of a run that is complete (`run.export`): a folder, by a process beside it.
 
-The folder is hf-STEP in the directory of the run. It appears when it is complete, so a start of a
-run that is complete exports what an interrupted one did not.
+The folder is hf-STEP or peft-STEP in the directory of the run. It appears when it is complete, so a
+start of a run that is complete exports what an interrupted one did not.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 from typing import Any
 
+from graphtrain.checkpoints.side_process import read_events, start_process
+from graphtrain.checkpoints.steps import best_step
 from graphtrain.config.schema import Run
 from graphtrain.errors import TrainingError
-from graphtrain.run.agreement import on_rank_zero
+from graphtrain.run.agreement import on_all_ranks, on_rank_zero
 from graphtrain.run.events import RunSummary
-from graphtrain.run.export_process import MODULE, ExportJob, export_directory
+from graphtrain.run.export_process import MODULE, ExportJob
 from graphtrain.run.stalls import EXPORTING
 from graphtrain.run.watchdog import Watchdog
 from lowering.xla import distributed
@@ -42,7 +39,7 @@ def finish_export(
     note: Callable[[str], None],
     asked_to_stop: Callable[[], Signals | None] = lambda: None,
 ) -> RunSummary:
-    """Export the last checkpoint of a run that is complete; return its summary with the folder.
+    """Export a checkpoint of a run that is complete; return its summary with the folder.
 
     Called on every rank; a process of rank 0 exports.
 
@@ -59,7 +56,11 @@ def finish_export(
     """
     if run.export is None or summary.stopped_by is not None:
         return summary
-    directory, step = Path(run.directory), summary.steps
+    step = summary.steps
+    if run.export_weights == "best":
+        step = on_all_ranks(lambda: best_step(Path(run.directory) / "checkpoints"))
+    place = run.upload_place or run.checkpoint_place
+    job = ExportJob(run.directory, step, place, run.export, run.export_weights == "averaged")
 
     def wait() -> None:
         watchdog.move(EXPORTING, step)
@@ -69,16 +70,16 @@ def finish_export(
         return distributed.count() == 1 and asked_to_stop() is not None
 
     try:
-        on_rank_zero(lambda: _export(run, step, is_interrupted, note), wait)
+        on_rank_zero(lambda: _export(job, is_interrupted, note), wait)
     except _Interrupted:
         signal = asked_to_stop()
         assert signal is not None
         return replace(summary, stopped_by=signal.name)
-    return replace(summary, exported=export_directory(directory, step))
+    return replace(summary, exported=job.folder)
 
 
 def _export(
-    run: Run, step: int, is_interrupted: Callable[[], bool], note: Callable[[str], None]
+    job: ExportJob, is_interrupted: Callable[[], bool], note: Callable[[str], None]
 ) -> None:
     """Have a process export; end it when the run is to stop.
 
@@ -86,17 +87,11 @@ def _export(
         TrainingError: it failed.
         _Interrupted: the run is to stop.
     """
-    job = ExportJob(run.directory, step, run.upload_place or run.checkpoint_place)
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, job.encode()],
-            stdin=subprocess.PIPE,  # whose end tells it that the run was killed
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the accelerators are those of the run
-        )
+        # The accelerators are those of the run.
+        process = start_process(MODULE, job, {"JAX_PLATFORMS": "cpu"})
     except OSError as error:
-        raise _failure(run, step, f"no process starts: {error}") from error
+        raise _failure(job.step, f"no process starts: {error}") from error
     assert process.stdout is not None
     try:
         while process.poll() is None:
@@ -107,23 +102,22 @@ def _export(
     finally:
         process.kill()
         process.communicate()
-    for line in lines:
-        with suppress(ValueError):  # a library printed something
-            _report(run, step, json.loads(line), note)
+    for event in read_events(lines):
+        _report(job.step, event, note)
     if process.returncode:
-        raise _failure(run, step, f"its process ended with status {process.returncode}")
+        raise _failure(job.step, f"its process ended with status {process.returncode}")
 
 
-def _report(run: Run, step: int, event: dict[str, Any], note: Callable[[str], None]) -> None:
+def _report(step: int, event: dict[str, Any], note: Callable[[str], None]) -> None:
     if "error" in event:
-        raise _failure(run, step, event["error"])
+        raise _failure(step, event["error"])
     if "warning" in event:
         warnings.warn(event["warning"], stacklevel=1)
     else:
         note(event["note"])
 
 
-def _failure(run: Run, step: int, reason: str) -> TrainingError:
+def _failure(step: int, reason: str) -> TrainingError:
     return TrainingError(
         f"the run is complete, and its checkpoint of step {step} is saved, but run.export failed: "
         f"{reason}; correct it and start the run again, which then only exports"

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from graphtrain.checkpoints.file_copies import FileCopies
 from graphtrain.checkpoints.manifest import NAME as MANIFEST
 from graphtrain.checkpoints.output_directory import write_errors
+from graphtrain.checkpoints.side_process import read_job, report
 from graphtrain.files import content_digest
 from graphtrain.run.earlier_runs import set_aside
 from sharding_rules.documents import DocumentError, read_object
@@ -25,7 +27,8 @@ from sharding_rules.errors import UserError
 
 MODULE = __name__
 RECORD = "graphtrain.json"  # in the folder: from which checkpoint it is
-_LAST = "config.json"  # without which no folder can be loaded
+# Files without which no folder can be loaded, by the kind of the export.
+_LAST = {"hf": "config.json", "peft": "adapter_config.json"}
 
 
 @dataclass(frozen=True)
@@ -35,26 +38,14 @@ class ExportJob:
     run_directory: str
     step: int
     place: tuple[str, str | None] | None  # URL and endpoint
+    kind: Literal["hf", "peft"] = "hf"
+    averaged: bool = False  # the moving average of the weights
 
-    def encode(self) -> str:
-        """Return the job as the argument of the process."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: str) -> ExportJob:
-        """Return the job that `encode` wrote."""
-        fields = json.loads(text)
-        return cls(**fields | {"place": fields["place"] and tuple(fields["place"])})
-
-
-def export_directory(run_directory: Path, step: int) -> Path:
-    """Return the Hugging Face folder of a step in the directory of a run."""
-    return run_directory / f"hf-{step}"
-
-
-def _report(kind: str, text: str) -> None:
-    sys.stdout.write(json.dumps({kind: text}) + "\n")
-    sys.stdout.flush()
+    @property
+    def folder(self) -> Path:
+        """Return the folder in the directory of the run."""
+        average = "averaged-" if self.averaged else ""
+        return Path(self.run_directory) / f"{self.kind}-{average}{self.step}"
 
 
 def export(job: ExportJob) -> None:
@@ -66,27 +57,25 @@ def export(job: ExportJob) -> None:
         UserError, OSError: the folder cannot be written.
     """
     run_directory = Path(job.run_directory)
-    folder = export_directory(run_directory, job.step)
+    folder = job.folder
     manifest = run_directory / "checkpoints" / str(job.step) / MANIFEST
     with write_errors(run_directory):
         record = {"step": job.step, "checkpoint": content_digest(manifest)}
     if _record(folder) != record:
         if (folder / RECORD).exists():  # of the same step of a run that was trained again
             earlier = set_aside(run_directory, {folder.name})
-            _report("note", f"moved {folder}, which is of another checkpoint, to {earlier}")
-        _write(run_directory, folder, record)
-        _report("note", f"exported the checkpoint of step {job.step} to {folder}")
+            report(note=f"moved {folder}, which is of another checkpoint, to {earlier}")
+        _write(job, {RECORD: (json.dumps(record) + "\n").encode()})
+        report(note=f"exported the checkpoint of step {job.step} to {folder}")
     if job.place is not None:
         url, endpoint = job.place
         copies = FileCopies(run_directory, url, endpoint)
         try:
-            if copies.upload_folder(folder.name, record=RECORD, last=_LAST):
-                _report("note", f"pushed {folder} to {url}")
+            if copies.upload_folder(folder.name, record=RECORD, last=_LAST[job.kind]):
+                report(note=f"pushed {folder} to {url}")
         except (UserError, OSError) as error:
-            _report(
-                "warning",
-                f"{folder} is not in {url}: {error}; the next start of the run pushes it",
-            )
+            reason = f"{folder} is not in {url}: {error}; the next start of the run pushes it"
+            report(warning=reason)
 
 
 def _record(folder: Path) -> dict[str, object] | None:
@@ -95,15 +84,22 @@ def _record(folder: Path) -> dict[str, object] | None:
     return None
 
 
-def _write(run_directory: Path, folder: Path, record: dict[str, object]) -> None:
+def _write(job: ExportJob, files: Mapping[str, bytes]) -> None:
+    source, folder = Path(job.run_directory), job.folder
+    if job.kind == "peft":
+        from graphtrain.weights.peft import export_peft
+
+        export_peft(source, folder, job.step, more_files=files)
+        return
     from graphtrain.weights.convert import export_hugging_face
 
     export_hugging_face(
-        run_directory,
+        source,
         folder,
         lambda done, count: None,
-        record["step"],  # pyright: ignore[reportArgumentType]
-        more_files={RECORD: (json.dumps(record) + "\n").encode()},
+        job.step,
+        averaged=job.averaged,
+        more_files=files,
     )
 
 
@@ -114,14 +110,12 @@ def _end_with_run() -> None:
 
 def main() -> None:
     """Export; report an error that the user can correct."""
-    # The run is asked to stop by signals to all its processes, and then ends this one.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    job = read_job(ExportJob)
     threading.Thread(target=_end_with_run, daemon=True).start()
     try:
-        export(ExportJob.decode(sys.argv[1]))
+        export(job)
     except (UserError, OSError) as error:
-        _report("error", str(error))
+        report(error=str(error))
     sys.stdout.flush()
     os._exit(0)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from graphtrain.checkpoints.file_copies_process import FINISH, MODULE, FileCopiesJob
+from graphtrain.checkpoints.side_process import read_events, start_process
 from graphtrain.config.schema import Run
 from graphtrain.run.callbacks import Callback
 from graphtrain.run.events import Metrics, RunStart
@@ -35,12 +34,7 @@ class FileUploads(Callback):
 
     def on_run_start(self, start: RunStart) -> None:
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, self._job.encode()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+            self._process = start_process(MODULE, self._job)
         except OSError as error:
             self._warn(f"no process starts: {error}")
             return
@@ -78,9 +72,8 @@ class FileUploads(Callback):
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         with process.stdout as lines:
-            for line in lines:
-                with suppress(ValueError):
-                    self._events.put(json.loads(line))
+            for event in read_events(lines):
+                self._events.put(event)
 
     def _report(self) -> None:
         """Warn when uploads begin to fail, and note when they succeed again."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import queue
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from graphtrain.cache.sizes import format_size
-from graphtrain.checkpoints.steps import Retention
+from graphtrain.checkpoints.side_process import read_events, start_process
+from graphtrain.checkpoints.steps import Retention, saved_steps
 from graphtrain.checkpoints.upload_process import MODULE, UploadJob
 from graphtrain.config.schema import CheckpointSettings
 from graphtrain.run.callbacks import Callback
@@ -37,6 +37,7 @@ class Uploads(Callback):
         assert settings.remote is not None
         self._settings, self._url, self._note = settings, settings.remote, note
         retention = Retention(settings.keep, settings.keep_best, settings.keep_every)
+        self._checkpoints = directory / "checkpoints"
         self._job = UploadJob(str(directory), self._url, settings.endpoint, retention)
         self._process: subprocess.Popen[str] | None = None
         self._events: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
@@ -46,9 +47,14 @@ class Uploads(Callback):
         self._asked = -1  # newest step that was asked for
 
     def on_run_start(self, start: RunStart) -> None:
-        """Upload the checkpoint from which the run resumes, if the store lacks it."""
-        self._complete = self._start_step = start.step
-        if start.step:
+        """Upload the checkpoint from which the run resumes, if the store lacks it.
+
+        One on disks of the hosts (`run.checkpoints.local`) is never uploaded.
+        """
+        whole = saved_steps(self._checkpoints)
+        self._start_step = start.step
+        self._complete = max((step for step in whole if step <= start.step), default=0)
+        if start.step in whole:
             self._ask(start.step)
 
     def on_step(self, step: int, metrics: Metrics) -> None:
@@ -61,7 +67,7 @@ class Uploads(Callback):
 
     def on_run_end(self, summary: RunSummary) -> None:
         """Upload the last checkpoint, whether it is due or not."""
-        if summary.steps != self._asked:
+        if summary.steps != self._asked and summary.steps in saved_steps(self._checkpoints):
             self._ask(summary.steps)
 
     def steps_in_use(self) -> set[int]:
@@ -124,12 +130,7 @@ class Uploads(Callback):
         self._send({"step": step})
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, self._job.encode()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._process = start_process(MODULE, self._job)
         self._reader = threading.Thread(
             target=self._read, args=(self._process,), name="uploads", daemon=True
         )
@@ -137,9 +138,8 @@ class Uploads(Callback):
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            with suppress(ValueError):
-                self._events.put(json.loads(line))
+        for event in read_events(process.stdout):
+            self._events.put(event)
 
     def _send(self, request: Mapping[str, Any]) -> None:
         assert self._process is not None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,20 @@ class _AdapterConfig(TypedDict, total=False):
 Read = Callable[[Sequence[str], int | None], list[np.ndarray]]
 
 
-def export_peft(source: Path, destination: Path, step: int | None = None) -> ConversionSummary:
+def export_peft(
+    source: Path,
+    destination: Path,
+    step: int | None = None,
+    *,
+    more_files: Mapping[str, bytes] | None = None,
+) -> ConversionSummary:
     """Export the adapter of a run as a folder that PEFT can load.
 
     Args:
         source: Directory of the run.
         destination: Folder to create.
         step: Step of the checkpoint; None for the last.
+        more_files: Other files of the folder, by name.
 
     Raises:
         WeightsError: the run trained no adapter, or PEFT cannot represent it.
@@ -74,17 +81,23 @@ def export_peft(source: Path, destination: Path, step: int | None = None) -> Con
             f"{source} trained all weights, not an adapter ([program.adapter] is not set)"
         )
     return write_peft_folder(
-        AdapterTable.from_folder(run.side, run.model, adapter), run.read, destination
+        AdapterTable.from_folder(run.side, run.model, adapter), run.read, destination, more_files
     )
 
 
-def write_peft_folder(table: AdapterTable, read: Read, destination: Path) -> ConversionSummary:
+def write_peft_folder(
+    table: AdapterTable,
+    read: Read,
+    destination: Path,
+    more_files: Mapping[str, bytes] | None = None,
+) -> ConversionSummary:
     """Write an adapter as a folder that PEFT can load.
 
     Args:
         table: Family, model and weights that the adapter trains.
         read: Returns the arrays of trainable paths in a layer.
         destination: Folder to create.
+        more_files: Other files of the folder, by name.
 
     Raises:
         WeightsError: PEFT cannot represent the adapter, or the folder cannot be written.
@@ -114,6 +127,8 @@ def write_peft_folder(table: AdapterTable, read: Read, destination: Path) -> Con
         contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
         save_file(contiguous, directory / _WEIGHTS, {"format": "pt"})
         (directory / ADAPTER_CONFIG).write_text(json.dumps(_config(table), indent=2) + "\n")
+        for name, content in (more_files or {}).items():
+            (directory / name).write_bytes(content)
     count = sum(tensor.size for tensor in tensors.values())
     return ConversionSummary(table.family.model_type, count, len(tensors), "float32")
 

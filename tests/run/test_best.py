@@ -25,8 +25,11 @@ def test_a_run_stops_early_and_keeps_its_best_checkpoint(place):
     assert last == best + 6 < 40
     assert f"stopped early after step {last}" in out and f"since step {best}" in out
     assert saved(place) == [best, last]
-    out, _ = place.command("run", "config.toml", *OVERFIT, *PATIENCE)
+    export = ["--set", "run.export=hf", "--set", "run.export_weights=best"]
+    out, _ = place.command("run", "config.toml", *OVERFIT, *PATIENCE, *export)
     assert "stopped early" in out and validation_losses(place) == losses
+    assert f"exported to run/hf-{best}\n" in out
+    assert (place.path / f"run/hf-{best}/config.json").is_file()
 
     out, _ = place.command("evaluate", "run", "--step", "best", "--json")
     assert f'"step": {best}' in out

@@ -51,7 +51,8 @@ def test_an_adapter_is_trained_resumed_and_exported(cold):
 
     cold.command("compile", "config.toml")
     cold.command("compile", "config.toml", *FOUR)
-    cold.command("run", "config.toml")
+    out, _ = cold.command("run", "config.toml", "--set", "run.export=peft")
+    assert "exported to run/peft-8\n" in out
     cold.command("run", "config.toml", *FOUR, "--set", "run.steps=4")
     cold.command("run", "config.toml", *FOUR)
     for path in trained_arrays(load_config(config).program):
@@ -67,6 +68,8 @@ def test_an_adapter_is_trained_resumed_and_exported(cold):
 
     cold.command("convert", "graphtrain-to-hf", "run", "merged")
     cold.command("convert", "graphtrain-to-hf", "run", "adapter", "--adapter")
+    for path in (cold.path / "adapter").iterdir():
+        assert path.read_bytes() == (cold.path / "run/peft-8" / path.name).read_bytes()
     merged = transformers.AutoModelForCausalLM.from_pretrained(cold.path / "merged")
     validation = cold.journal()[-1]["validation_loss"]
     data = cold.path / "data/validation"

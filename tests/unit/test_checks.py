@@ -431,6 +431,17 @@ def test_an_export_of_a_model_that_no_family_has_is_refused_before_compiling(pla
     assert found.endswith("; or remove run.export")
 
 
+def test_an_export_of_weights_that_the_run_does_not_train_is_refused(place):
+    for words, reason in {
+        ("export=peft",): 'run.export = "peft" needs [program.adapter]; or export "hf"',
+        ("export=hf", "export_weights=averaged"): "needs program.optimizer.ema_decay",
+        ("export=hf", "export_weights=best"): "needs checkpoints.keep_best = true",
+        ("export_weights=best",): "export_weights needs export, which is not set",
+    }.items():
+        found = problems(*(word for one in words for word in ("--set", f"run.{one}")))
+        assert len(found) == 1 and reason in found[0], found
+
+
 def test_a_directory_is_tried_and_nothing_remains(tmp_path):
     assert directory_problem(tmp_path / "a" / "b") == ""
     assert list(tmp_path.iterdir()) == []

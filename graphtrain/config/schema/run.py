@@ -154,7 +154,10 @@ class Run:
     learning_rate: LearningRate = LearningRate()
     checkpoints: CheckpointSettings = CheckpointSettings()
     upload: UploadSettings | None = None  # unset: none
-    export: Literal["hf"] | None = None  # hf: a Hugging Face folder, hf-STEP, when the run ends
+    # hf: a Hugging Face folder, hf-STEP; peft: the adapter as a folder for PEFT, peft-STEP.
+    export: Literal["hf", "peft"] | None = None  # folder that is written when the run ends
+    # best needs checkpoints.keep_best, averaged needs program.optimizer.ema_decay.
+    export_weights: Literal["last", "best", "averaged"] = "last"  # which weights it has
     watchdog: Watchdog = Watchdog()
     spikes: Spikes = Spikes()
     samples: Samples | None = None  # unset: none
@@ -179,6 +182,10 @@ class Run:
         self._check_learning_rate()
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError(f"trackers = {list(self.trackers)} names one twice")
+        if self.export_weights != "last" and self.export is None:
+            raise ValueError("export_weights needs export, which is not set")
+        if self.export_weights == "best" and not self.checkpoints.keep_best:
+            raise ValueError('export_weights = "best" needs checkpoints.keep_best = true')
         if self.upload is not None and self.upload_place is None:
             raise ValueError("upload.remote is not set, and checkpoints.remote neither; set one")
         if self.data.validation is None:

@@ -2,8 +2,6 @@
 
 import json
 import socket
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from graphtrain.checkpoints.file_copies_process import FINISH, MODULE, FileCopiesJob
+from graphtrain.checkpoints.side_process import start_process
 from graphtrain.config import load_config
 from graphtrain.planning.parameters import ParameterCount
 from graphtrain.run.events import RunStart
@@ -110,12 +109,7 @@ def test_a_store_that_fails_is_one_warning_until_it_answers_again(run, tmp_path)
 
 def test_the_last_lines_of_a_run_that_is_killed_are_uploaded(run, tmp_path):
     job = FileCopiesJob(str(run), str(tmp_path / "store"), None, 1000.0)
-    process = subprocess.Popen(
-        [sys.executable, "-m", MODULE, job.encode()],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = start_process(MODULE, job)
     assert process.stdin is not None
     assert process.stdout is not None
     assert json.loads(process.stdout.readline())["event"] == "uploaded"
