@@ -162,7 +162,13 @@ class WatchedRun:
         except OSError:
             return True
 
+    def _was_removed(self) -> bool:
+        """Return whether the directory was there, and is no longer."""
+        return bool(self._metrics.generation) and not self._directory.is_dir()
+
     def _state(self, is_training: bool, goodput: Mapping[str, Any]) -> str:
+        if self._was_removed():
+            return "removed"
         if is_training:
             return "training" if self._curves.last_step else "starting"
         if starts := goodput.get("processes"):
@@ -174,7 +180,9 @@ class WatchedRun:
         files = (self._metrics, self._samples, self._spikes)
         problems = [file.problem for file in files if file.problem]
         metrics = self._metrics
-        if not metrics.exists and not metrics.problem:
+        if self._was_removed():
+            problems.append(f"{self._directory} was removed or renamed while it was watched")
+        elif not metrics.exists and not metrics.problem:
             problems.append(f"{METRICS_NAME} does not exist yet: no step was taken")
         if damaged := self._damaged + metrics.long_lines:
             problems.append(f"{METRICS_NAME}: left out {counted(damaged, 'damaged line')}")

@@ -49,6 +49,19 @@ def test_a_resumed_run_is_told_from_its_beginning(run):
     assert second["curves"] != first["curves"] and len(second["points"]["loss"]) == 2
 
 
+def test_a_run_that_is_removed_while_it_is_watched_says_so_until_it_is_there_again(run):
+    append(run, records(1, 3))
+    page = watched(run)
+    page.answer(Known())
+    run.rename(run.parent / "away")
+    facts = page.answer(Known())["facts"]
+    assert (facts["state"], facts["step"]) == ("removed", 0)
+    assert facts["problems"] == [f"{run} was removed or renamed while it was watched"]
+    (run.parent / "away").rename(run)
+    facts = page.answer(Known())["facts"]
+    assert (facts["state"], facts["step"], facts["problems"]) == ("not running", 3, [])
+
+
 def test_nothing_is_written_into_the_run(run):
     append(run, records(1, 3))
     write_goodput(run, None)
