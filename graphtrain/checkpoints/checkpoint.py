@@ -21,7 +21,7 @@ from graphtrain.checkpoints.manifest import (
     verify_files,
     write_manifest,
 )
-from graphtrain.checkpoints.steps import Retention, saved_validation_losses
+from graphtrain.checkpoints.steps import Retention, saved_steps, saved_validation_losses
 from graphtrain.checkpoints.storage_errors import checkpoint_errors
 from graphtrain.config.schema import Program
 from graphtrain.errors import TrainingError
@@ -103,6 +103,7 @@ class Checkpoints:
         loader: Mapping[str, Any],
         *,
         validation_loss: float | None = None,
+        is_whole: bool = True,
         **records: Any,
     ) -> None:
         """Start saving; return when the arrays are copied, before they are written to disk.
@@ -115,6 +116,7 @@ class Checkpoints:
             state: Arrays on the devices.
             loader: Position of the data loader.
             validation_loss: Validation loss of this state, if it was evaluated.
+            is_whole: Whether disks of single hosts are not enough; here they are never used.
             records: More JSON values to keep, by the name of their field in `CheckpointInfo`.
 
         Raises:
@@ -122,16 +124,7 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        metadata: dict[str, Any] = {
-            "step": step,
-            "loader": dict(loader),
-            "arrays": describe_arrays(state),
-            **records,
-        }
-        if validation_loss is not None:
-            metadata["validation_loss"] = validation_loss
-        if self._layer_order is not None and self._layer_order.rows is not None:
-            metadata["rows"] = self._layer_order.rows
+        metadata = self._metadata(step, state, loader, validation_loss, records)
         self.wait()
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state), about=ocp.args.JsonSave(metadata)
@@ -141,6 +134,23 @@ class Checkpoints:
             if validation_loss is not None:
                 self._validation_losses[step] = validation_loss
             manager.save(step, args=items)
+
+    def _metadata(
+        self,
+        step: int,
+        state: Tree,
+        loader: Mapping[str, Any],
+        validation_loss: float | None,
+        records: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return what `CheckpointInfo` reads; arguments are as of `save`."""
+        metadata = {"step": step, "loader": dict(loader), "arrays": describe_arrays(state)}
+        metadata |= records
+        if validation_loss is not None:
+            metadata["validation_loss"] = validation_loss
+        if self._layer_order is not None and self._layer_order.rows is not None:
+            metadata["rows"] = self._layer_order.rows
+        return metadata
 
     def restore(self, step: int, described: Tree) -> RestoredState:
         """Load a checkpoint, or part of it, with the shapes, dtypes and shardings described.
@@ -198,6 +208,14 @@ class Checkpoints:
         distributed.all_gather_text("")  # until it is moved
         self.reread()
         return destination
+
+    def is_due_whole(self, step: int) -> bool:
+        """Return whether the checkpoint of a step must be one that all hosts share."""
+        return True
+
+    def newest(self) -> int:
+        """Return the step of the newest complete checkpoint; 0 if there is none."""
+        return max(saved_steps(self._named), default=0)
 
     def reread(self) -> None:
         """Look again which checkpoints there are, after others were put there."""

@@ -73,23 +73,39 @@ def read_checkpoint_info(directory: Path, step: int) -> CheckpointInfo:
     with checkpoint_errors(
         checkpoint_path, "read; move it away to resume from an earlier checkpoint"
     ):
-        metadata = private_orbax.read_json_item(checkpoint_path, "about")
-        validate(_Metadata, metadata)
-        if (saved := metadata.get("step", step)) != step:  # earlier versions did not record it
-            raise DamagedCheckpoint(
-                checkpoint_path, f"it is a copy of step {saved}, under the name of step {step}"
-            )
-        rows = metadata.get("rows")
-        return CheckpointInfo(
-            metadata["loader"],
-            metadata["arrays"],
-            None if rows is None else tuple(rows),
-            metadata.get("identity", {}),
-            metadata.get("changes", []),
-            metadata.get("journal"),
-            metadata.get("validation_loss"),
-            metadata.get("spikes"),
+        return decode_checkpoint_info(
+            private_orbax.read_json_item(checkpoint_path, "about"), checkpoint_path, step
         )
+
+
+def decode_checkpoint_info(metadata: Any, checkpoint_path: Path, step: int) -> CheckpointInfo:
+    """Return the metadata of a checkpoint from the JSON object that it contains.
+
+    Args:
+        metadata: The object.
+        checkpoint_path: Directory of the checkpoint, for messages.
+        step: Step of the checkpoint.
+
+    Raises:
+        DamagedCheckpoint: it is a copy of the checkpoint of another step.
+        ValueError: the object is damaged.
+    """
+    validate(_Metadata, metadata)
+    if (saved := metadata.get("step", step)) != step:  # earlier versions did not record it
+        raise DamagedCheckpoint(
+            checkpoint_path, f"it is a copy of step {saved}, under the name of step {step}"
+        )
+    rows = metadata.get("rows")
+    return CheckpointInfo(
+        metadata["loader"],
+        metadata["arrays"],
+        None if rows is None else tuple(rows),
+        metadata.get("identity", {}),
+        metadata.get("changes", []),
+        metadata.get("journal"),
+        metadata.get("validation_loss"),
+        metadata.get("spikes"),
+    )
 
 
 def check_same_model(checkpoint_path: Path, info: CheckpointInfo, program: Program) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,13 @@ def load_reordered(
     arrangement: LayerOrder,
     rows: LayerRows,
     program_rows: LayerRows,
+    open_array: Callable[[str], Callable[[Index], np.ndarray]] | None = None,
 ) -> Tree:
-    """Load the arrays described from a checkpoint that stacks its layers in another order."""
+    """Load the arrays described from a checkpoint that stacks its layers in another order.
+
+    `open_array` returns what reads parts of an array by its path; None for those of Orbax.
+    """
+    open_array = open_array or partial(part_reader, checkpoint_path)
     leaves = flatten(described)
     shapes = {path: tuple(shape) for path, (shape, _) in info.arrays.items()}
     is_stacked: dict[str, bool | None] = dict.fromkeys(shapes | leaves)
@@ -106,7 +112,7 @@ def load_reordered(
             program_arrays[path],
             saved_arrays[path],
             index,
-            part_reader(checkpoint_path, path),
+            open_array(path),
             dtype,
         )
 

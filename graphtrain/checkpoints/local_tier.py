@@ -47,6 +47,25 @@ def link_local_tier(run_directory: Path, local: str, *, fresh: bool = False) -> 
         link.symlink_to(target, target_is_directory=True)
 
 
+def remove_link(run_directory: Path) -> None:
+    """Remove the link of a run whose checkpoints were on one disk, and are now on several.
+
+    Raises:
+        TrainingError: it leads to checkpoints, which the other hosts cannot see.
+    """
+    link = run_directory / "checkpoints"
+    if not link.is_symlink():
+        return
+    if steps := saved_steps(link):
+        raise TrainingError(
+            f"the checkpoints of this run (steps {', '.join(map(str, steps))}) are in "
+            f"{_place(link)}, a disk of this host that the others do not share; remove the link "
+            f"{link}, and move them there"
+        )
+    with write_errors(run_directory):
+        link.unlink()
+
+
 def _place(link: Path) -> Path:
     """Return the directory that a link leads to, or that is there without a link."""
     return Path(os.readlink(link)) if link.is_symlink() else link.absolute()

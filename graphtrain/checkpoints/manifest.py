@@ -11,7 +11,7 @@ one. Orbax's own notes on the directory (`UNVERIFIED`) are written after it, and
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -198,6 +198,12 @@ def _has_content(path: Path, entry: _File) -> bool:
     if "xxh3_128" in entry:
         return _fast_digest(path) == entry["xxh3_128"]
     return "sha256" in entry and content_digest(path) == entry["sha256"]
+
+
+def is_intact(content: bytes, entry: Mapping[str, object]) -> bool:
+    """Return whether the content of a file has the size and the XXH3 digest of its entry."""
+    is_complete = len(content) == entry["size"]
+    return is_complete and xxhash.xxh3_128_hexdigest(content) == entry.get("xxh3_128")
 
 
 def _fast_digest(path: Path) -> str:

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from graphtrain.cache.key import CacheKey
+from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.errors import MissingProgram, TrainingError
 from graphtrain.run.programs import LoadedPrograms
 from lowering.errors import PeerLost, RankFailed
@@ -114,10 +116,53 @@ def check_shared_directory(setting: str, directory: Path, wait_seconds: float = 
     if blind := [rank for rank, seen in enumerate(seen_by) if not seen]:
         raise TrainingError(
             f"{distributed.names(blind)} does not see the files of {distributed.names([0])} in "
-            f"{directory}; {setting} must be on a file system that all hosts share. Checkpoints on "
-            "disks of the hosts themselves are not supported: leave run.checkpoints.local unset, "
-            "and copy to run.checkpoints.remote"
+            f"{directory}; {setting} must be on a file system that all hosts share. Disks of the "
+            "hosts themselves are for run.checkpoints.local"
         )
+
+
+def is_shared_directory(
+    setting: str, directory: Path, wait_seconds: float = 10.0, alone_seconds: float = 1.0
+) -> bool:
+    """Return whether all ranks see the same directory; False if each has one of its own.
+
+    Args:
+        setting: Setting that names the directory, for the message.
+        directory: The directory, which exists on every rank.
+        wait_seconds: For a new file to be seen on the other hosts.
+        alone_seconds: The same, while no file of another rank is seen.
+
+    Raises:
+        TrainingError: some share it and others do not, or a rank cannot write to it.
+    """
+    if distributed.count() == 1:
+        return True
+    probe = directory / f".shared-{distributed.rank()}-{secrets.token_hex(8)}"
+    on_all_ranks(partial(_touch, probe))
+    names, own = distributed.all_gather_text(probe.name), distributed.rank()
+    started = time.monotonic()
+    while True:
+        seen = [rank for rank, name in enumerate(names) if (directory / name).exists()]
+        limit = alone_seconds if seen == [own] else wait_seconds
+        if len(seen) == len(names) or time.monotonic() > started + limit:
+            break
+        time.sleep(0.1)
+    seen_by = [json.loads(word) for word in distributed.all_gather_text(json.dumps(seen))]
+    with suppress(OSError):
+        probe.unlink()
+    if all(seen == [rank] for rank, seen in enumerate(seen_by)):
+        return False
+    if odd := [rank for rank, seen in enumerate(seen_by) if len(seen) < len(names)]:
+        raise TrainingError(
+            f"{distributed.names(odd)} shares {directory} with {distributed.names(seen_by[odd[0]])}"
+            f" only; {setting} must be on a file system that all hosts share, or on a disk of each"
+        )
+    return True
+
+
+def _touch(path: Path) -> None:
+    with write_errors(path.parent):
+        path.touch()
 
 
 def check_same_checkpoints(directory: str, steps: list[int]) -> None:

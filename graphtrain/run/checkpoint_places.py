@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 from graphtrain.checkpoints.info import CheckpointInfo
 from graphtrain.checkpoints.local_tier import link_local_tier
 from graphtrain.config.schema import Run
-from graphtrain.run.agreement import check_shared_directory, on_all_ranks, on_rank_zero
+from graphtrain.run.agreement import (
+    check_shared_directory,
+    on_all_ranks,
+    on_rank_zero,
+)
 from graphtrain.run.log import RunLog
 from graphtrain.run.resume import check_identity
 from graphtrain.run.stalls import LOADING, UPLOADING
@@ -18,6 +23,7 @@ from graphtrain.run.watchdog import Watchdog
 from lowering.xla import distributed
 
 if TYPE_CHECKING:
+    from graphtrain.run.host_disks import HostDisks
     from graphtrain.run.uploads import Uploads
 
 
@@ -36,10 +42,11 @@ def prepare_checkpoints(
     allowed_changes: Sequence[str],
     watchdog: Watchdog,
     log: RunLog,
+    stack: ExitStack,
     *,
     fresh: bool,
-) -> None:
-    """Link the local directory; download the newest checkpoint, if the store has a newer one.
+) -> HostDisks | None:
+    """Link the local directory, or open the disks of the hosts; download a newer checkpoint.
 
     Called on every rank.
 
@@ -49,23 +56,52 @@ def prepare_checkpoints(
         allowed_changes: Settings whose values may differ from those of the checkpoint.
         watchdog: Watchdog of this process.
         log: Log of the run.
+        stack: Ends what is opened.
         fresh: Whether the run starts at step 0 in any case.
+
+    Returns:
+        The disks of the hosts, if `local` is one; None if all hosts share it.
 
     Raises:
         TrainingError: a place cannot be used, or the checkpoint is of another run.
     """
     directory, settings = Path(run.directory), run.checkpoints
-    if settings.local is not None and distributed.rank() == 0:
-        link = partial(link_local_tier, directory, settings.local, fresh=fresh)
-    else:
-        link = _do_nothing
-    on_all_ranks(link)
-    if settings.local is not None:
-        check_shared_directory("run.checkpoints.local", Path(settings.local).absolute())
-    else:
+    disks = None if settings.local is None else _open_local(directory, settings.local, fresh=fresh)
+    if disks is not None:
+        stack.callback(disks.server.close)
+    if settings.local is None or disks is not None:
         check_shared_directory("run.directory", directory)
-    if run.checkpoints.remote is None:
-        return
+    if run.checkpoints.remote is not None:
+        _fetch(run, identity, allowed_changes, watchdog, log, fresh=fresh)
+    if disks is not None and not fresh:
+        disks.steps.find()
+    return disks
+
+
+def _open_local(directory: Path, local: str, *, fresh: bool) -> HostDisks | None:
+    """Return the disks of the hosts, if `local` is one; else link to it. Called on every rank."""
+    from graphtrain.run.host_disks import is_disk_of_host, open_disks
+
+    if is_disk_of_host(Path(local).absolute()):
+        return open_disks(directory, Path(local), fresh=fresh)
+    is_first = distributed.rank() == 0
+    on_all_ranks(
+        partial(link_local_tier, directory, local, fresh=fresh) if is_first else _do_nothing
+    )
+    return None
+
+
+def _fetch(
+    run: Run,
+    identity: Callable[[int], Mapping[str, Any]],
+    allowed_changes: Sequence[str],
+    watchdog: Watchdog,
+    log: RunLog,
+    *,
+    fresh: bool,
+) -> None:
+    """Download the newest checkpoint on rank 0, if the store has a newer one."""
+    directory, settings = Path(run.directory), run.checkpoints
     from graphtrain.run.remote_resume import fetch_newest
 
     def wait() -> None:

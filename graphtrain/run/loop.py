@@ -262,12 +262,14 @@ class TrainingLoop:
             if are_scores_due(run, completed_steps):
                 self._score_tasks(completed_steps, state)
             stopping = stop.should_stop() or self._has_stalled()
-            saving = last or completed_steps % run.checkpoints.local_every == 0 or stopping
-            if saving or (is_best and run.checkpoints.keep_best):
+            is_due = completed_steps % run.checkpoints.local_every == 0
+            is_whole = last or stopping or (is_best and run.checkpoints.keep_best)
+            if is_due or is_whole:
                 self._finish_pending_step()  # checks that the loss is finite before saving
                 self.data_check.raise_if_damaged()
                 self._move(SAVING, completed_steps)
-                self._save(completed_steps, state, evaluated)
+                is_whole = is_whole or self.checkpoints.is_due_whole(completed_steps)
+                self._save(completed_steps, state, evaluated, is_whole)
             if stopping:
                 break
         self._end_profile(completed_steps, state)
@@ -315,7 +317,9 @@ class TrainingLoop:
             return compute(state)
         return verified_step(self.programs, compute, state, number)
 
-    def _save(self, completed_steps: int, state: Tree, validation_loss: float | None) -> None:
+    def _save(
+        self, completed_steps: int, state: Tree, validation_loss: float | None, is_whole: bool
+    ) -> None:
         if self.run.verify_every is not None:
             compare_replicas(self.programs, state, completed_steps)
         self.checkpoints.save(  # waits until the previous one is complete
@@ -323,13 +327,14 @@ class TrainingLoop:
             lowering.backend(self.program.target).checkpoint_arrays(state),
             self.loader.state(),
             validation_loss=validation_loss,
+            is_whole=is_whole,
             journal=self._journal_position(),
             identity=self.phases.current.identity,
             changes=self.changes,
             spikes=self.spikes.state(),
         )
         self._report_checkpoint()
-        self._saving = completed_steps
+        self._saving = completed_steps if is_whole else None
 
     def _report_checkpoint(self) -> None:
         """Notify the callbacks of the checkpoint that was being written and is now complete."""
@@ -413,7 +418,7 @@ class TrainingLoop:
         checkpoint = data = None
         if settings.on_spike == "rewind":
             self.checkpoints.wait()  # until the last checkpoint is complete
-            checkpoint = max(saved_steps(directory / "checkpoints"), default=0)
+            checkpoint = self.checkpoints.newest()
             data = self.loader.state_after(pending.number, at=checkpoint)
             rewinds = self.rewinds if checkpoint == self.start else 0
             stops = rewinds >= settings.max_consecutive

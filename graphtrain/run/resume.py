@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphtrain.checkpoints.checkpoint import Checkpoints, RestoredState
 from graphtrain.checkpoints.info import CheckpointInfo, read_checkpoint_info
@@ -27,6 +27,9 @@ from graphtrain.run.learning_rate import learning_rate
 from graphtrain.run.trained_tokenizer import tokenizer_digests
 from lowering.trees import Tree
 from lowering.xla import distributed
+
+if TYPE_CHECKING:
+    from graphtrain.checkpoints.peer_steps import PeerStep, PeerSteps
 
 
 class UnknownChange(TrainingError):
@@ -87,6 +90,7 @@ class Resumption:
         fresh: Whether to start at step 0 in any case.
         fetch: Called on every rank with two steps: downloads the newest checkpoint after the first
             one and up to the second one, which is damaged; returns its step, or None.
+        peer_steps: Steps on disks of the hosts; None if there are none.
     """
 
     directory: Path
@@ -94,6 +98,7 @@ class Resumption:
     allowed: Sequence[str] = ()
     fresh: bool = False
     fetch: Callable[[int, int], int | None] = lambda low, high: None
+    peer_steps: PeerSteps | None = None
     steps: list[int] = field(init=False)  # candidates, oldest first
     _damaged: list[DamagedCheckpoint] = field(default_factory=list)
     _fetched: set[int] = field(default_factory=set)  # steps
@@ -106,6 +111,11 @@ class Resumption:
         """
         self.steps = [] if self.fresh else saved_steps(self.directory / "checkpoints")
         check_same_checkpoints(str(self.directory), self.steps)
+        if self.peer_steps is not None and not self.fresh:
+            for step in self.steps:
+                self._use_whole(step)
+            self.steps = sorted({*self.steps, *self.peer_steps.found})
+            _check_lost(self.peer_steps.lost, self.start)
         on_all_ranks(self._find_newest)
 
     @property
@@ -124,6 +134,7 @@ class Resumption:
                 restored = checkpoints.restore(self.start, described)
                 break
             except DamagedCheckpoint as damaged:
+                self._use_whole(self.start)
                 if not self._replace(checkpoints):
                     self._skip(damaged)
                 on_all_ranks(self._find_newest)
@@ -140,6 +151,8 @@ class Resumption:
     @property
     def info(self) -> CheckpointInfo:
         """Metadata of the checkpoint from which the run resumes."""
+        if (found := self._on_hosts(self.start)) is not None:
+            return found.info
         return read_checkpoint_info(self.directory / "checkpoints", self.start)
 
     def changes(self) -> list[dict[str, Any]]:
@@ -159,7 +172,8 @@ class Resumption:
         while self.steps:
             path = self.directory / "checkpoints" / str(self.start)
             try:
-                verify_files(path, only="about/")
+                if self._on_hosts(self.start) is None:
+                    verify_files(path, only="about/")
                 info = self.info
             except DamagedCheckpoint as damaged:
                 self._skip(damaged)
@@ -184,10 +198,21 @@ class Resumption:
     def _sound_before(self) -> int:
         """Return the last step before this one whose metadata is sound; 0 if there is none."""
         for step in reversed(self.steps[:-1]):
+            if self._on_hosts(step) is not None:
+                return step
             with suppress(DamagedCheckpoint):
                 verify_files(self.directory / "checkpoints" / str(step), only="about/")
                 return step
         return 0
+
+    def _on_hosts(self, step: int) -> PeerStep | None:
+        """Return a step that is restored from the disks of the hosts; None if it is whole."""
+        return None if self.peer_steps is None else self.peer_steps.found.get(step)
+
+    def _use_whole(self, step: int) -> None:
+        """Do not restore a step from the disks of the hosts."""
+        if self.peer_steps is not None:
+            self.peer_steps.found.pop(step, None)
 
     def _skip(self, damaged: DamagedCheckpoint) -> None:
         """Continue with the checkpoint before a damaged one.
@@ -206,6 +231,28 @@ class Resumption:
                 f"{self.directory}/checkpoints contains no sound checkpoint ({reasons}); restore "
                 "one from a copy, or set run.directory to a new directory to start again"
             )
+
+
+def _check_lost(lost: Mapping[int, Sequence[int]], start: int) -> None:
+    """Report the steps after `start` of which hosts have lost their parts.
+
+    Raises:
+        TrainingError: there is no other checkpoint, so that the run would silently start anew.
+    """
+    if not (after := [step for step in lost if step > start]):
+        return
+    step = max(after)
+    what = (
+        f"step {step} on the disks of the hosts (run.checkpoints.local) is not whole: "
+        f"{distributed.names(lost[step]) or 'a host'} has lost its part"
+    )
+    if not start:
+        raise TrainingError(
+            f"{what}, and there is no other checkpoint; to start at step 0, remove the parts of "
+            "the other hosts; run.checkpoints.copies = 1 and remote_every make up for a lost disk"
+        )
+    if distributed.rank() == 0:
+        warnings.warn(f"{what}; resuming from step {start}", stacklevel=1)
 
 
 def check_identity(

@@ -86,6 +86,7 @@ from lowering.xla import distributed
 from sharding_rules.errors import ShardingError
 
 if TYPE_CHECKING:
+    from graphtrain.run.host_disks import HostDisks
     from graphtrain.run.training_engine import TrainingEngine
     from graphtrain.run.training_samples import TrainingSamples
     from graphtrain.run.training_tasks import TrainingTasks
@@ -169,10 +170,19 @@ def _train_until_rewound(
         identity = partial(identity_of, config)
         on_all_ranks(identity)  # which reads descriptions of datasets
         timeline.move(activities.RESTORE)
-        prepare_checkpoints(run, identity, allowed_changes, watchdog, log, fresh=fresh)
+        disks = prepare_checkpoints(
+            run, identity, allowed_changes, watchdog, log, stack, fresh=fresh
+        )
         timeline.move(activities.PREPARE)
         fetch = fetch_instead(run, identity, allowed_changes, watchdog)
-        resumption = Resumption(directory, identity, allowed_changes, fresh=fresh, fetch=fetch)
+        resumption = Resumption(
+            directory,
+            identity,
+            allowed_changes,
+            fresh=fresh,
+            fetch=fetch,
+            peer_steps=disks.steps if disks else None,
+        )
         saved = bool(resumption.steps)
         history = recorded_history(directory, resumption.start)
         evaluation_owed = saved and is_evaluation_owed(run, resumption.start)
@@ -206,7 +216,7 @@ def _train_until_rewound(
         baseline_bytes = host.reset_peak() - prefaulted_bytes
         if uploads is not None:
             stack.callback(uploads.close)
-        checkpoints = _open_checkpoints(program, run, stack, uploads)
+        checkpoints = _open_checkpoints(program, run, stack, uploads, disks)
         restored = None
         if saved:
             described = programs["train"].inputs("state")
@@ -415,15 +425,32 @@ def _open_tasks(
 
 
 def _open_checkpoints(
-    program: ResolvedProgram, run: Run, stack: ExitStack, uploads: Uploads | None
+    program: ResolvedProgram,
+    run: Run,
+    stack: ExitStack,
+    uploads: Uploads | None,
+    disks: HostDisks | None,
 ) -> Checkpoints:
     settings = run.checkpoints
-    checkpoints = Checkpoints(
-        Path(run.directory) / "checkpoints",
-        Retention(settings.keep, settings.keep_best, settings.keep_every),
-        layer_order_of(program),
-        steps_in_use=uploads.steps_in_use if uploads else set,
-    )
+    place = Path(run.directory) / "checkpoints"
+    retention = Retention(settings.keep, settings.keep_best, settings.keep_every)
+    order, steps_in_use = layer_order_of(program), uploads.steps_in_use if uploads else set
+    if disks is None:
+        checkpoints = Checkpoints(place, retention, order, steps_in_use=steps_in_use)
+    else:
+        from graphtrain.checkpoints.tiered import TieredCheckpoints
+
+        checkpoints = TieredCheckpoints(
+            place,
+            retention,
+            order,
+            tier=disks.tier,
+            peers=disks.peers,
+            peer_steps=disks.steps,
+            whole_every=settings.remote_every,
+            copies=bool(settings.copies),
+            steps_in_use=steps_in_use,
+        )
     stack.callback(checkpoints.close)
     return checkpoints
 

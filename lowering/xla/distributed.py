@@ -254,6 +254,32 @@ def first_host() -> str:
     return address.rpartition(":")[0].strip("[]") if address else "127.0.0.1"
 
 
+def own_address() -> str:
+    """Return the name or address at which the other processes of the run reach this one."""
+    if rank() == 0:
+        return first_host()
+    target = first_host()
+    family, *_, peer = socket.getaddrinfo(target, 9, proto=socket.IPPROTO_UDP)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(peer)  # sends nothing; the system chooses the interface
+        return str(probe.getsockname()[0])
+
+
+def wait_for_all(name: str) -> None:
+    """Wait, on any thread, until every process has called this with a name; use each name once.
+
+    Raises:
+        PeerLost: a process did not in time, or the processes are no longer connected.
+    """
+    if count() == 1:
+        return
+    try:
+        _state().client.wait_at_barrier(name, _EXCHANGE_TIMEOUT * 1000)
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise PeerLost(f"{names([rank()])} lost the other ranks at {name}: {first}") from None
+
+
 def all_gather_text(word: str) -> list[str]:
     """Send `word` to all processes; return the words of all, by rank. All processes synchronize.
 

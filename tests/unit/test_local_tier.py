@@ -1,8 +1,10 @@
 """run.checkpoints.local: the checkpoints of a run are on another disk, behind a link."""
 
+import json
+
 import pytest
 
-from graphtrain.checkpoints.local_tier import link_local_tier
+from graphtrain.checkpoints.local_tier import link_local_tier, remove_link
 from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.errors import TrainingError
 from graphtrain.run import agreement
@@ -62,3 +64,46 @@ def test_hosts_that_do_not_share_the_disk_are_refused_before_training(tmp_path, 
     # Where rank 0 cannot write, it sees nothing either.
     with pytest.raises(TrainingError, match=r"ranks \[0, 1\] does not see"):
         agreement.check_shared_directory("run.directory", tmp_path / "none", wait_seconds=0)
+
+
+def test_a_disk_is_shared_or_of_one_host_and_nothing_between(tmp_path, monkeypatch):
+    """Three ranks, of which the others see what they are told to."""
+    seen, names = {}, []
+
+    def all_gather_text(word):
+        if word.startswith(".shared-"):
+            names[:] = [word, *(f".shared-{rank}" for rank in (1, 2))]
+            for rank in json.loads(seen["first"])[1:]:
+                (tmp_path / names[rank]).touch()
+            return names
+        return [word, *seen["others"]] if word.startswith("[") else [word] * 3
+
+    for name, value in {"count": 3, "rank": 0}.items():
+        monkeypatch.setattr(agreement.distributed, name, lambda value=value: value)
+    monkeypatch.setattr(agreement.distributed, "all_gather_text", all_gather_text)
+    monkeypatch.setattr(agreement.distributed, "names", lambda ranks: f"ranks {ranks}")
+
+    def is_shared(first, *others):
+        seen.update(first=first, others=others)
+        return agreement.is_shared_directory("run.checkpoints.local", tmp_path, 0.2, 0.1)
+
+    assert is_shared("[0, 1, 2]", "[0, 1, 2]", "[0, 1, 2]")
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert not is_shared("[0]", "[1]", "[2]")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(
+        TrainingError, match=r"ranks \[0, 1, 2\] shares .* with ranks \[0, 1\] only"
+    ):
+        is_shared("[0, 1]", "[0, 1]", "[2]")
+
+
+def test_a_link_to_checkpoints_on_one_disk_is_removed_where_there_are_several(run, tmp_path):
+    link_local_tier(run, str(tmp_path / "disk"))
+    (tmp_path / "disk/4").mkdir()
+    with pytest.raises(TrainingError, match=r"\(steps 4\) are in .*disk, a disk of this host that"):
+        remove_link(run)
+    (tmp_path / "disk/4").rmdir()
+    remove_link(run)
+    remove_link(run)
+    assert not list(run.iterdir())

@@ -1,7 +1,7 @@
 """[run.checkpoints]: when checkpoints are saved, which are kept, and where copies of them are."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
@@ -36,19 +36,24 @@ class CheckpointSettings:
     """When checkpoints are saved, which of them are kept, and where copies of them are."""
 
     local: LocalPath | None = None  # their directory, as on a RAM disk; unset: that of the run
+    copies: Literal[0, 1] = 0  # on the next host, where local is a disk of each host
     local_every: Positive = 1000  # steps between checkpoints; the last step is always saved
     keep: Positive = 3  # number of newest checkpoints to keep, on disk and in the object store
     keep_best: bool = False  # save and keep the checkpoint with the lowest validation loss too
     keep_every: Positive | None = None  # keep every checkpoint whose step is a multiple of this
     remote: StoreUrl | None = None  # object store for copies, s3://, gs:// or az://; or a directory
+    # Where local is a disk of each host, steps between checkpoints in the directory of the run too.
     remote_every: Positive | None = None  # steps between copies; unset: every checkpoint
     remote_timeout: NotNegativeFloat = 600.0  # seconds that the end of a run waits for the last one
     endpoint: str | None = None  # server of an S3-compatible store; unset: $AWS_ENDPOINT_URL
 
     def __post_init__(self) -> None:
-        for name in ("remote_every", "endpoint"):
-            if getattr(self, name) is not None and self.remote is None:
-                raise ValueError(f"{name} needs remote, which is not set")
+        if self.endpoint is not None and self.remote is None:
+            raise ValueError("endpoint needs remote, which is not set")
+        if self.remote_every is not None and self.remote is None and self.local is None:
+            raise ValueError("remote_every needs remote or local, neither of which is set")
+        if self.copies and self.local is None:
+            raise ValueError("copies needs local, which is not set")
         if self.remote_every is not None and self.remote_every % self.local_every:
             raise ValueError(
                 f"remote_every = {self.remote_every} is not a multiple of local_every = "

@@ -1,0 +1,225 @@
+"""Checkpoints of a run in two tiers: often on a disk of each host, rarely whole on a shared one."""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphtrain.checkpoints.arrays import check_same_arrays, describe_arrays
+from graphtrain.checkpoints.checkpoint import Checkpoints, RestoredState
+from graphtrain.checkpoints.host_tier import OWN, HostTier, Part
+from graphtrain.checkpoints.layer_order import LayerOrder, load_reordered
+from graphtrain.checkpoints.layer_rows import Index
+from graphtrain.checkpoints.manifest import DamagedCheckpoint
+from graphtrain.checkpoints.peer_steps import PeerSteps, new_save
+from graphtrain.checkpoints.peers import Peers
+from graphtrain.checkpoints.pieces import groups_of_ranks, pieces_on_host, shard_shapes
+from graphtrain.checkpoints.steps import Retention
+from graphtrain.errors import TrainingError
+from lowering.errors import PeerLost
+from lowering.trees import Tree
+from lowering.xla import distributed
+
+_POLL_SECONDS = 0.1
+
+
+class TieredCheckpoints(Checkpoints):
+    """Checkpoints of one run, most of them on disks of its hosts.
+
+    Args:
+        directory: Directory of the whole checkpoints.
+        retention: Which checkpoints to retain.
+        layer_order: Order of the layer rows.
+        tier: Parts on the disk of this host.
+        peers: The other hosts.
+        peer_steps: Steps from which the run could resume.
+        whole_every: Steps between whole checkpoints; None: only at the end of the run.
+        copies: Whether each host has a copy of the part of another one.
+        steps_in_use: As of `Checkpoints`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        retention: Retention,
+        layer_order: LayerOrder,
+        *,
+        tier: HostTier,
+        peers: Peers,
+        peer_steps: PeerSteps,
+        whole_every: int | None = None,
+        copies: bool = False,
+        steps_in_use: Callable[[], set[int]] = set,
+    ) -> None:
+        super().__init__(directory, retention, layer_order, steps_in_use=steps_in_use)
+        self._order = layer_order
+        self._tier, self._peers, self._peer_steps = tier, peers, peer_steps
+        self._whole_every = whole_every
+        self._copies, self._keep = copies, retention.newest
+        self._groups: list[int] | None = None
+        self._thread: threading.Thread | None = None
+        self._failed: list[Exception] = []
+        self._newest = max(peer_steps.found, default=0)
+
+    def save(
+        self,
+        step: int,
+        state: Tree,
+        loader: Mapping[str, Any],
+        *,
+        validation_loss: float | None = None,
+        is_whole: bool = True,
+        **records: Any,
+    ) -> None:
+        """Start saving, as `Checkpoints.save`; what is not whole is saved on the hosts' disks.
+
+        A step is complete when every host has written its part.
+        """
+        self.wait()
+        if is_whole:
+            super().save(step, state, loader, validation_loss=validation_loss, **records)
+            return
+        metadata = self._metadata(step, state, loader, validation_loss, records)
+        if self._groups is None:
+            self._groups = groups_of_ranks(state, distributed.count())
+        group, groups = self._groups[distributed.rank()], max(self._groups) + 1
+        shapes = {path: list(shape) for path, shape in shard_shapes(state).items()}
+        part = Part(new_save(), group, groups, shapes)
+        arguments = step, part, metadata, pieces_on_host(state)
+        self._thread = threading.Thread(
+            target=self._write, args=arguments, name="checkpoint of this host", daemon=True
+        )
+        self._thread.start()
+
+    def restore(self, step: int, described: Tree) -> RestoredState:
+        """Load a checkpoint, as `Checkpoints.restore`; pieces that this host lacks come from peers.
+
+        Raises:
+            DamagedCheckpoint: no host has a sound copy of a piece that one needs; on every rank.
+        """
+        if step not in self._peer_steps.found:
+            return super().restore(step, described)
+        path, reason, state = self._tier.directory / OWN / str(step), "", None
+        try:
+            state = self._load(step, path, described)
+        except DamagedCheckpoint as damaged:
+            reason = damaged.reason
+        word = json.dumps([reason, self._peer_steps.received])
+        outcomes = list(map(json.loads, distributed.all_gather_text(word)))
+        if reasons := [reason for reason, _ in outcomes if reason]:
+            raise DamagedCheckpoint(path, reasons[0])
+        if distributed.rank() == 0:
+            for rank, (_, received) in enumerate(outcomes):
+                if received:
+                    warnings.warn(
+                        f"{distributed.names([rank])} was sent {received} of its pieces of step "
+                        f"{step} by other hosts",
+                        stacklevel=1,
+                    )
+        return RestoredState(step, state, self._peer_steps.found[step].info.data_position)
+
+    def _load(self, step: int, path: Path, described: Tree) -> Tree:
+        info, open_array = self._peer_steps.found[step].info, self._peer_steps.open_arrays(step)
+        if rows := self._order.reordering_from(info.rows):
+            return load_reordered(path, info, described, self._order, *rows, open_array)
+        check_same_arrays(path, info.arrays, describe_arrays(described))
+        readers: dict[str, Callable[[Index], np.ndarray]] = {}
+
+        def read(name: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
+            if name not in readers:
+                readers.clear()  # with the pieces that it remembers
+                readers[name] = open_array(name)
+            return readers[name](index)
+
+        return self._order.load_arrays(described, read)
+
+    def quarantine(self, damaged: DamagedCheckpoint) -> Path:
+        """Move a damaged checkpoint away, as `Checkpoints.quarantine`; each host its part."""
+        if damaged.checkpoint_path.parent.parent != self._tier.directory:
+            return super().quarantine(damaged)
+        with self._save_errors():
+            return self._tier.set_aside(int(damaged.checkpoint_path.name))
+
+    def is_due_whole(self, step: int) -> bool:
+        """Return whether the checkpoint of a step must be one that all hosts share."""
+        return self._whole_every is not None and step % self._whole_every == 0
+
+    def newest(self) -> int:
+        """Return the step of the newest complete checkpoint, on the hosts' disks or whole."""
+        return max(super().newest(), self._newest)
+
+    def is_writing(self) -> bool:
+        is_alive = self._thread is not None and self._thread.is_alive()
+        return is_alive or super().is_writing()
+
+    def raise_if_failed(self) -> None:
+        super().raise_if_failed()
+        if self._failed:
+            self._raise(self._failed[0])
+
+    def wait(self) -> None:
+        """Wait until every checkpoint that was started is complete, on all hosts."""
+        while self._thread is not None and self._thread.is_alive() and not self._failed:
+            self._thread.join(_POLL_SECONDS)
+        self.raise_if_failed()
+        self._thread = None
+        super().wait()
+
+    def close(self) -> None:
+        if self._thread is not None and not self._failed:
+            self.wait()
+        super().close()
+
+    def _raise(self, error: Exception) -> None:
+        if not isinstance(error, OSError):
+            raise error
+        raise TrainingError(
+            f"{self._tier.directory} cannot be written ({error.strerror or error}); free space "
+            "there, or set run.checkpoints.local to another directory"
+        ) from error
+
+    def _write(
+        self, step: int, part: Part, metadata: Mapping[str, Any], pieces: dict[str, np.ndarray]
+    ) -> None:
+        """Write the part of this host, on a thread; then wait for the other hosts."""
+        try:
+            self._tier.write(step, part, metadata, pieces)
+            pieces.clear()
+            distributed.wait_for_all(f"graphtrain/tier/{part.save}/written")
+            if self._copies and distributed.count() > 1:
+                self._copy_from_previous(step, part)
+            self._tier.set_complete(step)
+            self._tier.remove_others(step, self._keep)
+            self._newest = step
+        except Exception as error:  # raised by the thread that trains
+            self._failed.append(error)
+
+    def _copy_from_previous(self, step: int, part: Part) -> None:
+        """Copy the part of the previous host, unless it has the same pieces."""
+        assert self._groups is not None
+        previous = (distributed.rank() - 1) % distributed.count()
+        if self._groups[previous] != part.group:
+            self._tier.copy(step, self._files_of(previous, step, part.save))
+        distributed.wait_for_all(f"graphtrain/tier/{part.save}/copied")
+
+    def _files_of(self, rank: int, step: int, save: str) -> Iterator[tuple[str, bytes]]:
+        """Yield the files of the part of a rank, with their content.
+
+        Raises:
+            PeerLost: it does not send them.
+        """
+        names = self._peers.names(rank, step, save)
+        for name in names or [""]:
+            content = self._peers.read(rank, step, save, name) if name else None
+            if content is None:
+                raise PeerLost(
+                    f"{distributed.names([rank])} did not send its part of step {step}, which "
+                    "run.checkpoints.copies copies"
+                )
+            yield name, content

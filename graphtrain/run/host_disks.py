@@ -1,0 +1,71 @@
+"""Disks of the hosts of a run (`run.checkpoints.local`), each with its part of checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from graphtrain.checkpoints.host_tier import HostTier
+from graphtrain.checkpoints.local_tier import remove_link
+from graphtrain.checkpoints.output_directory import write_errors
+from graphtrain.checkpoints.peer_steps import PeerSteps
+from graphtrain.checkpoints.peers import Peers, PeerServer, connect_peers
+from graphtrain.errors import TrainingError
+from graphtrain.run.agreement import is_shared_directory, on_all_ranks
+from lowering.xla import distributed
+
+
+@dataclass(frozen=True)
+class HostDisks:
+    """Disks of the hosts of a run, each with its part of checkpoints."""
+
+    tier: HostTier
+    server: PeerServer
+    peers: Peers
+    steps: PeerSteps
+
+
+def is_disk_of_host(local: Path) -> bool:
+    """Return whether a directory is on a disk of each host. Called on every rank.
+
+    Raises:
+        TrainingError: only some hosts share it, or it cannot be written.
+    """
+
+    def create() -> None:
+        with write_errors(local):
+            local.mkdir(parents=True, exist_ok=True)
+
+    on_all_ranks(create)
+    if distributed.count() == 1:  # perhaps after the other hosts of the run were lost
+        return bool(HostTier(local).steps())
+    return not is_shared_directory("run.checkpoints.local", local)
+
+
+def open_disks(directory: Path, local: Path, *, fresh: bool) -> HostDisks:
+    """Serve the disk of this host to the others. Called on every rank.
+
+    Args:
+        directory: Directory of the run.
+        local: Setting run.checkpoints.local.
+        fresh: Whether the run starts at step 0 in any case.
+
+    Raises:
+        TrainingError: `fresh`, and there are checkpoints; or there are some elsewhere that the
+            other hosts do not see; or a host cannot be served from.
+    """
+    tier = HostTier(local)
+
+    def check() -> None:
+        if distributed.rank() == 0:
+            remove_link(directory)
+        if fresh and (steps := tier.steps()):
+            raise TrainingError(
+                f"{tier.directory} has checkpoints (steps {', '.join(map(str, steps))}), from "
+                "which a later start would resume; with --fresh, move them away, or set "
+                "run.checkpoints.local to another directory"
+            )
+
+    on_all_ranks(check)
+    server, peers = connect_peers(tier)
+    return HostDisks(tier, server, peers, PeerSteps(tier, peers))
