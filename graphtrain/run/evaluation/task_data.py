@@ -245,7 +245,11 @@ class TaskData:
         """Return where the file of a split was looked for, and what is there."""
         named = dict.fromkeys((self.folders[0], self.folders[-1]))
         places = " or ".join(f"{folder}/{split}.jsonl" for folder in named)
-        there = [path.name for folder in self.folders for path in sorted(folder.glob("*.*"))]
+        there = [
+            path.name if path.is_file() else f"{path.name}, which is no file"
+            for folder in self.folders
+            for path in sorted(folder.glob("*.*"))
+        ]
         found = f"; there is {listed(there)}" if there else ""
         return f"no {places} (or .parquet){found}"
 
