@@ -48,6 +48,11 @@ def check_examples(task: Any, data: TaskData) -> None:
     own = task.fewshot_cfg
     templates = _Templates(task, own.doc_to_text, own.doc_to_target, own.doc_to_choice)
     rows = task.sampler.df
+    if shots > len(rows):
+        raise DataError(
+            f"{data.task.name}: {shots} examples are asked for, and the split {data.examples} has "
+            f"{len(rows)} rows; ask for fewer, with --fewshot"
+        )
     if isinstance(task.sampler, FirstNSampler):
         rows = rows[: shots + 1]  # one may be the row that is evaluated
     place = str(data.files.get(data.examples, f"the split {data.examples}"))
@@ -116,7 +121,9 @@ def _check(rows: Iterable[Any], templates: _Templates, data: TaskData, place: st
         try:
             nulls = (field for field in fields if _has_null(row.get(field)))
             field = next(nulls, None)
-            problem = templates.problem(row) if field is None else f"a null in its field {field!r}"
+            problem = (
+                templates.problem(row) if field is None else f"a null or NaN in its field {field!r}"
+            )
             problem = problem or _other_kind(row, templates.prompt_fields, kinds)
             lacks_mark = mark is not None and templates.lacks_mark(row, mark)
         except Exception as error:  # of templates and functions of the task: nothing in common
@@ -164,7 +171,12 @@ def _is_whole_float(task: Any, row: Any) -> bool:
 
 
 def _has_null(value: Any) -> bool:
-    """Return whether a list, or an object in it, has a null: a prompt would say "None"."""
+    """Return whether a value is NaN, or a list, or an object in it, has a null or NaN.
+
+    A prompt would say "nan" or "None".
+    """
+    if isinstance(value, float):
+        return value != value
     if isinstance(value, dict):
         return any(map(_has_null, value.values()))
     if isinstance(value, list | tuple):

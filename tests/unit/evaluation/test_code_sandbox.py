@@ -211,6 +211,10 @@ JUDGED = (
     ("def f(x):\n    if x: raise ValueError('bad')\n    raise KeyError(7, 'b')",
      "try:\n    f(1)\nexcept ValueError as error:\n    assert str(error) == 'bad'\n"
      "try:\n    f(0)\nexcept KeyError as error:\n    assert error.args == (7, 'b')"),
+    ("import json\nclass Odd(ValueError): pass\ndef f(x):\n    x.append(1)\n    raise Odd(x)\n"
+     "def g(s): return json.loads(s)",
+     "x = []\ntry:\n    f(x)\nexcept ValueError as error:\n    assert error.args == ([1],)\n"
+     "assert x == [1]\ntry:\n    g('{')\nexcept ValueError:\n    pass"),
     ("from collections import Counter\ndef f(s): return Counter(s)", "assert f('aa') == {'a': 2}"),
     ("import hashlib\ndef f(s): return hashlib.md5(s.encode()).hexdigest() if s else None",
      "assert f('a')[:4] == '0cc1' and f('') is None"),

@@ -88,18 +88,28 @@ def _reply(asked: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
         if "arguments" not in asked:
             return _stands_for(found)
         arguments, keywords = decode(asked["arguments"]), decode(asked["keywords"])
-        result = found(*arguments, **keywords)
+        try:
+            returned = {"result": encode(found(*arguments, **keywords))}
+        except Exception as error:
+            returned = _raised(error)
         changed = [*arguments, *keywords.values()]
-        return {"result": encode(result), "arguments": [_content(one) for one in changed]}
+        return returned | {"arguments": [_content(one) for one in changed]}
     except CannotCross as error:
         return {"failed": f"the function returned {error}, which cannot be passed to the tests"}
     except BaseException as error:
-        arguments = None
-        with suppress(BaseException):  # of the answer's own classes, or recursive
-            arguments = encode(list(error.args))
-            arguments = arguments if len(str(arguments)) < _MOST_OF_ERROR else None
-        described = _described(error)
-        return {"raised": type(error).__name__, "message": described, "arguments": arguments}
+        return _raised(error) | {"arguments": []}
+
+
+def _raised(error: BaseException) -> dict[str, Any]:
+    """Return an exception as the tests are told of it: its classes, and its arguments."""
+    if isinstance(error, CannotCross):
+        raise error
+    given = None
+    with suppress(BaseException):  # of the answer's own classes, or recursive
+        given = encode(list(error.args))
+        given = given if len(str(given)) < _MOST_OF_ERROR else None
+    kinds = [kind.__name__ for kind in type(error).__mro__ if issubclass(kind, BaseException)]
+    return {"raised": kinds, "message": _described(error), "given": given}
 
 
 def _stands_for(found: Any) -> dict[str, Any]:

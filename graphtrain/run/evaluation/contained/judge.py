@@ -87,12 +87,12 @@ class _Judge:
             except CannotCross as error:
                 raise _Failed(f"the tests pass {error}, which no other process can have") from None
             reply = self._ask({"name": name} | asked)
-            if "raised" in reply:
-                raise _exception(reply)
             changed = [*arguments, *keywords.values()]
-            for old, new in zip(changed, reply["arguments"], strict=True):
+            for old, new in zip(changed, reply["arguments"], strict="raised" not in reply):
                 if new is not None:
                     _replace(old, decode(new))
+            if "raised" in reply:
+                raise _exception(reply)
             return decode(reply["result"])
 
         function.__name__ = name
@@ -124,13 +124,14 @@ def _replace(old: Any, new: Any) -> None:
 
 
 def _exception(reply: dict[str, Any]) -> BaseException:
-    """Return an exception of the answer: of the same class if that is built in."""
-    kind = getattr(builtins, str(reply["raised"]), None)
+    """Return an exception of the answer: of the nearest of its classes that is built in."""
+    names = [str(name) for name in reply["raised"]]
+    kind = next((getattr(builtins, name) for name in names if hasattr(builtins, name)), None)
     message = str(reply.get("message"))[:400]
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
-            arguments = reply.get("arguments")
-            return kind(message) if arguments is None else kind(*decode(arguments))
+            given = reply.get("given")
+            return kind(message) if given is None else kind(*decode(given))
         except (TypeError, CannotCross):  # UnicodeDecodeError and the like take other arguments
             return Exception(message)
     return _Failed(message)
