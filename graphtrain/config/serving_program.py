@@ -11,6 +11,7 @@ from graphtrain.config.schema import (
     Model,
     Optimizer,
     PipelineSettings,
+    Precision,
     Program,
     Serve,
     is_imported,
@@ -51,6 +52,7 @@ def serving_program(program: ResolvedProgram) -> ResolvedProgram:
         mesh=Mesh(**sizes),
         rules=tuple(rules),
         batch=Batch(global_batch_size=1, seq_len=context_of_serving(settings)),
+        precision=Precision(),  # fp8, int8 and the loss scale are of training
         optimizer=Optimizer(),
         loss=Loss(),
         pipeline=PipelineSettings(),

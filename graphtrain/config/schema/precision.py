@@ -31,7 +31,7 @@ class Precision:
     """Dtype of computation, and the loss scale of float16; docs/guides/precision.md.
 
     Program moves bfloat16, float16 and float32 to the dtype of its model, from which all code reads
-    it; files and messages name `compute` alone.
+    it, and with fp8 and int8 makes that bfloat16; files and messages name `compute` alone.
 
     Source: Micikevicius et al. 2017, section 3.2, https://arxiv.org/abs/1710.03740; the settings
     and their defaults are those of torch.amp.GradScaler.

@@ -87,9 +87,11 @@ class Program:
         self._check_phases()
 
     def _move_compute_dtype(self) -> None:
-        """Let the dtype of the model be precision.compute, unless that is one of 8 bits."""
+        """Let the dtype of the model follow precision.compute, whatever it was."""
         compute = self.precision.compute
-        if compute in ("bfloat16", "float16", "float32"):
+        if self.precision.matmul_dtype is not None:
+            object.__setattr__(self, "model", replace(self.model, dtype="bfloat16"))
+        elif compute is not None:
             object.__setattr__(self, "model", replace(self.model, dtype=compute))
             object.__setattr__(self, "precision", replace(self.precision, compute=None))
 

@@ -6,6 +6,9 @@ import pytest
 
 from graphtrain.config import load_config, render
 from graphtrain.config.identity import identity_changes, mathematics
+from graphtrain.config.resolve import resolve
+from graphtrain.config.schema import Precision
+from graphtrain.config.serving_program import serving_program
 from graphtrain.errors import ConfigError
 
 BATCH = {"global_batch_size": 2, "seq_len": 8}
@@ -70,3 +73,19 @@ def test_a_program_of_python_has_the_dtype_of_either():
     made = config(compute="float32").program
     model = dataclasses.replace(made.model, dtype="float16")
     assert dataclasses.replace(made, model=model).compute == "float16"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_program_of_python_in_8_bits_computes_the_rest_in_bfloat16_as_its_file_does(dtype):
+    made = config(compute=dtype)
+    program = dataclasses.replace(made.program, precision=Precision(compute="fp8"))
+    assert (program.model.dtype, program.compute) == ("bfloat16", "fp8")
+    written = dataclasses.replace(made, program=program)
+    assert load_config(render(written)) == written
+
+
+@pytest.mark.parametrize("precision", [Precision(compute="fp8"), Precision(loss_scale=1024.0)])
+def test_what_serves_a_run_has_the_dtype_of_serving_and_no_precision_of_training(precision):
+    made = config(compute="float16").program
+    served = serving_program(resolve(dataclasses.replace(made, precision=precision))).settings
+    assert (served.model.dtype, served.precision) == ("float32", Precision())  # on a CPU

@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +21,9 @@ from graphtrain.config import (
     load_config,
     render,
 )
+from graphtrain.config.schema import Precision
 from graphtrain.config.render import toml
+from graphtrain.config.schema.precision import Compute, Quantizable, Recipe
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 paths = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
@@ -32,11 +35,34 @@ fraction = st.floats(0, 1)
 
 
 @st.composite
+def precisions(draw):
+    """Settings of precision, with a dtype of the model that they may replace."""
+    compute = draw(st.sampled_from([None, *get_args(Compute)]))
+    dtype = draw(st.sampled_from(["bfloat16", "float16", "float32"]))
+    given: dict = {}
+    if compute in ("fp8", "int8"):
+        excluded = st.lists(st.sampled_from(get_args(Quantizable)), unique=True)
+        given["recipe"] = draw(st.none() | st.sampled_from(get_args(Recipe)))
+        given["exclude"] = draw(st.none() | excluded.map(tuple))
+    elif (compute or dtype) == "float16":
+        scale = st.floats(2.0**-100, 2.0**100)
+        given["loss_scale"] = draw(st.sampled_from([None, "dynamic"]) | scale)
+        if not isinstance(given["loss_scale"], float):
+            given["initial_scale"] = draw(st.none() | scale)
+            given["growth_interval"] = draw(st.none() | count)
+            given["growth_factor"] = draw(st.none() | st.floats(1.5, 100))
+            given["backoff_factor"] = draw(st.none() | st.floats(0.01, 0.99))
+    return dtype, Precision(compute=compute, **given)
+
+
+@st.composite
 def configs(draw):
     heads, groups = draw(st.integers(1, 64)), draw(st.integers(1, 64))
     mesh = draw(st.tuples(st.just("rest") | count, count, count).flatmap(st.permutations))
     steps = draw(count)
+    dtype, precision = draw(precisions())
     model = Model(
+        dtype=dtype,
         layers=draw(st.integers(1, 10_000)),
         embed=draw(width),
         heads=heads * groups,
@@ -56,6 +82,7 @@ def configs(draw):
         mesh=Mesh(**dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))),
         model=model,
         batch=batch,
+        precision=precision,
         optimizer=Optimizer(
             beta1=draw(fraction), epsilon=draw(above_zero), clip_norm=draw(above_zero)
         ),
