@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measuring import ENVIRONMENT, ROOT, finish, summary
+from measuring import ENVIRONMENT, finish, summary
+from quickstart_losses import Quickstart
 
 PEAKS = (1.5e-3, 3e-3, 6e-3)
 MACHINES: dict[str, dict[str, Any]] = {"h100:8": {"fsdp": 8}, "v5p:2x2x2": {"fsdp": 8}}
@@ -39,44 +40,18 @@ SEQUENCES, LENGTH = 128, 256  # 128 x embed tokens a step
 
 def losses(kinds: list[str], peaks: list[float], steps: int) -> dict[str, Any]:
     """Validation losses of the quickstart, of each kind with each peak."""
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        _graphtrain(folder, "data", "sample", "text.jsonl")
-        prepare = "data", "prepare", "text.jsonl", "--output", "data/quickstart"
-        _graphtrain(folder, *prepare, "--tokenizer", "sentencepiece:4096")
-        found: dict[str, Any] = {}
+        quickstart = Quickstart(folder)
         for kind in kinds:
             common = f"program.optimizer.kind={kind}", f"run.steps={steps}"
-            example = str(ROOT / "examples/quickstart.toml")
-            _graphtrain(folder, "compile", example, *_set(*common))
+            quickstart.compile(common)
             for peak in peaks:
-                name = f"{kind}-{peak:g}"
                 rates = f"run.learning_rate.peak={peak}", f"run.learning_rate.minimum={peak / 10}"
-                words = _set(*common, *rates, f"run.directory={name}")
-                _graphtrain(folder, "run", example, *words)
-                lines = (Path(folder) / name / "metrics.jsonl").read_text().splitlines()
-                measured = [json.loads(line).get("validation_loss") for line in lines]
-                loss = [one for one in measured if one is not None][-1]
+                loss = quickstart.loss(f"{kind}-{peak:g}", [*common, *rates])
                 found.setdefault(kind, {})[f"{peak:g}"] = round(loss, 4)
-                print(f"{kind} peak {peak:g}: validation loss {loss:.4f}", file=sys.stderr)
     best = {kind: min(of.values()) for kind, of in found.items()}
     return {"steps": steps, "validation_loss": found, "best": best}
-
-
-def _set(*settings: str) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
-
-
-def _graphtrain(folder: str, *words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "graphtrain", *words],
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(f"graphtrain {' '.join(words)}\n{done.stderr}")
 
 
 def sent_bytes(kinds: list[str]) -> dict[str, Any]:

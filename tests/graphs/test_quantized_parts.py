@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from programs import batch, loaded, lower, placed_inputs, program, state_of
-from test_adapters import frozen_of, new_state
+from programs import LLAMA, batch, loaded, lower, placed_inputs, program, state_of
+from test_adapters import PREFERENCE, Base, frozen_of, new_state, pairs
 from test_torch_models import eager_loss, module_of
 from test_torch_models import state_of as state_of_module
 from torch_families import imported
@@ -26,7 +26,7 @@ from graphtrain.config.schema import (
 from graphtrain.models.quantized_matmul import quantized_dot
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import unstack_weights
-from lowering.trees import flatten
+from lowering.trees import flatten, unflatten
 
 MODEL = Model(layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocab=64, remat="none")
 EXPERTS = dataclasses.replace(MODEL, moe=MixtureOfExperts(experts=4, capacity_factor=2.0))
@@ -122,11 +122,40 @@ def test_gradients_of_all_parts_point_where_those_of_float32_do(settings):
     exclude = settings.pop("exclude")
     of = program(**settings)
     of = dataclasses.replace(of, model=dataclasses.replace(of.model, layers=1, dtype="float32"))
+    # The rest of the program in fp8 is in bfloat16.
     fp8 = Precision(compute="fp8", exclude=exclude)
     reference, found = gradients(of), gradients(dataclasses.replace(of, precision=fp8))
     assert not np.array_equal(reference, found)
     cosine = reference @ found / np.linalg.norm(reference) / np.linalg.norm(found)
     assert cosine > 0.99
+
+
+@pytest.mark.parametrize("compute", DTYPES)
+def test_dpo_quantizes_the_policy_and_its_reference_alike(compute: Any):
+    """Equal weights have no margin, exactly; others have the gradients of float32."""
+    of = program(loss=PREFERENCE, model=dataclasses.replace(LLAMA, layers=1))
+    quantized_of = dataclasses.replace(of, precision=Precision(compute=compute, exclude=()))
+    assert products(quantized_of) == (3 * 8 + 8 if compute == "fp8" else 0)
+    base, inputs = unflatten(Base(of.model).arrays), pairs(of)
+
+    def step(of: Program, parameters: Any) -> tuple[Any, np.ndarray]:
+        executable = loaded(of, "gradients")
+        state = placed_inputs(executable, "state", new_state(of) | {"parameters": parameters})
+        placed = placed_inputs(executable, "batch", inputs)
+        out = jax.device_get(executable(state, frozen_of(of, "gradients"), placed))
+        return out, np.concatenate([g.ravel() for g in flatten(out.pop("gradients")).values()])
+
+    same, _ = step(quantized_of, base)
+    assert same["margin"] == 0.0 and same["loss"] == pytest.approx(np.log(2), rel=1e-6)
+    random = np.random.default_rng(1)
+    moved = jax.tree.map(
+        lambda array: array + random.normal(0, 0.05, array.shape).astype(np.float32), base
+    )
+    wanted, reference = step(of, moved)
+    found, gradient = step(quantized_of, moved)
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-2)
+    cosine = reference @ gradient / np.linalg.norm(reference) / np.linalg.norm(gradient)
+    assert 0.98 < cosine < 1 - 1e-6
 
 
 @pytest.mark.parametrize(

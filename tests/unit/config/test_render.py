@@ -21,8 +21,8 @@ from graphtrain.config import (
     load_config,
     render,
 )
-from graphtrain.config.schema import Precision
 from graphtrain.config.render import toml
+from graphtrain.config.schema import Precision
 from graphtrain.config.schema.precision import Compute, Quantizable, Recipe
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
