@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(weights, {"lr": 0.0, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for weight in group["params"]:
                 momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
@@ -45,7 +46,7 @@ class ScheduleFree(torch.optim.Optimizer):
         self.steps = 0
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.steps += 1
         share = 1 / self.steps
         for group in self.param_groups:
@@ -75,11 +76,11 @@ class DecoupledSgd(torch.optim.SGD):
         self.decay = weight_decay
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for weight in group["params"]:
                 weight *= 1 - group["lr"] * self.decay
-        super().step()
+        return super().step(closure)
 
 
 def optimizers(kind: str, hidden: Weights, others: Weights) -> list[torch.optim.Optimizer]:
@@ -144,7 +145,7 @@ def loss(module: torch.nn.Module, inputs: dict[str, np.ndarray]) -> torch.Tensor
 def clip(weights: Iterable[torch.nn.Parameter]) -> None:
     """Scale all gradients to a global norm of at most 1."""
     gradients = [one.grad for one in weights if one.grad is not None]
-    norm = torch.sqrt(sum((one**2).sum() for one in gradients))
+    norm = torch.sqrt(torch.stack([(one**2).sum() for one in gradients]).sum())
     for one in gradients:
         one /= norm.clamp(min=1.0)
 
