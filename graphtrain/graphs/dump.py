@@ -6,7 +6,6 @@ the gradient of the objective with respect to it, "gradients/layers/3/mlp/up" th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.errors import PlanError
+from graphtrain.graphs.array_summary import summarize
 from graphtrain.graphs.dumped_arrays import (
     BACKWARD,
     FORWARD,
@@ -262,32 +262,6 @@ class ArrayDump:
         if kind != GRADIENTS and microbatches > 1:
             shape, axes = (microbatches, *shape), (None, *axes)
         return ArraySpec(shape, axes, dtype, role)
-
-
-def summarize(x: jax.Array, kept: int) -> jax.Array:
-    """Return the statistics of `names.SUMMARY` along the last dimension, float32.
-
-    All but the number of non-finite elements are of the finite ones.
-
-    Args:
-        x: an array.
-        kept: number of leading dimensions that are not reduced.
-    """
-    values = x.astype(jnp.float32)
-    is_finite = jnp.abs(values) <= jnp.finfo(jnp.float32).max
-    values = jnp.where(is_finite, values, 0)
-    reduced = tuple(range(kept, x.ndim))
-    size = math.prod(x.shape[kept:])
-    finite = is_finite.astype(jnp.float32).sum(reduced)
-    is_zero = (x == 0).astype(jnp.float32)
-    statistics = (
-        jnp.sqrt(jnp.square(values).sum(reduced)),
-        jnp.abs(values).max(reduced, initial=0),
-        values.sum(reduced) / jnp.maximum(finite, 1),
-        is_zero.sum(reduced) / size,
-        size - finite,
-    )
-    return jnp.stack(statistics, -1)
 
 
 def _recorded(

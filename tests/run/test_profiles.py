@@ -1,5 +1,6 @@
 """Profiles of a run: traces of the steps that were asked for, joined with the compiled program."""
 
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -67,10 +68,24 @@ def test_a_signal_traces_the_next_steps_and_results_stay_the_same(place):
     names = sorted(path.name for path in (place.path / "run/profiles").iterdir())
     assert names == ["5-6", "7-8"]  # as many steps as run.profile has
     (trace,) = (place.path / "run/profiles/5-6/rank-0").glob("plugins/profile/*/*.trace.json.gz")
-    assert trace.stat().st_size > 1000
+    check_trace(json.loads(gzip.decompress(trace.read_bytes())))
     assert place.curve("run") == place.curve("plain")
     out, _ = place.command("profile", "run", "--steps", "5:6")
     assert "run: steps 5 to 6 on cpu:2, 2 devices: " in out and "predicted at least" in out
+
+
+def check_trace(trace: dict) -> None:
+    """Check what Perfetto and xprof require of Chrome's trace format, and that all is in it."""
+    events = [one for one in trace["traceEvents"] if one]
+    spans = [one for one in events if one["ph"] == "X"]
+    assert {one["ph"] for one in events} <= {"X", "M"}
+    for one in spans:
+        assert isinstance(one["name"], str) and one["ts"] >= 0 and one["dur"] >= 0
+    named = {one["pid"] for one in events if one["ph"] == "M" and one["name"] == "process_name"}
+    assert {one["pid"] for one in spans} <= named
+    steps = [one["args"]["step_num"] for one in spans if one["name"] == "train"]
+    assert steps == ["5", "6"]
+    assert any("hlo_op" in one.get("args", {}) for one in spans)
 
 
 def test_a_profile_of_other_settings_or_steps_is_refused(place):

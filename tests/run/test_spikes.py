@@ -41,9 +41,13 @@ DOCUMENTS = [
     "run.data.train=documents", "run.data.packing=pad", "run.seed=3",
     "run.learning_rate.peak=3e-2", "run.spikes.loss_zscore=4",
 ]
-BAD, LEAVE_OUT = {}, []
+BAD, LEAVE_OUT, BAD_SAMPLES, LEFT_OUT_SAMPLES = {}, [], {}, []
 read = Loader._batch
 def samples_of(self, step, numbers, original=Loader._samples_of):
+    first = self._first_sample(step)
+    for begin, end in LEFT_OUT_SAMPLES:
+        if first >= begin:
+            return np.stack([self._samples[first + end - begin + int(one)] for one in numbers])
     for left_out in LEAVE_OUT:  # the reference: batches that were never in the data
         step += step >= left_out
     return original(self, step, numbers)
@@ -53,6 +57,10 @@ def batch(self, step, selection):
     number = self._first_sample(step) // self._samples_per_batch
     if number in BAD:
         made["weights"][0, :2] = BAD[number]
+    first = self._first_sample(step)
+    for row, sample in enumerate(range(first, first + self._samples_per_batch)):
+        if sample in BAD_SAMPLES:
+            made["weights"][row, :2] = BAD_SAMPLES[sample]
     return made
 Loader._batch = batch
 
@@ -60,6 +68,8 @@ LIMITS = ["run.spikes.loss_zscore=8", "run.spikes.window=4", "run.spikes.grad_no
 SKIPS = "program.optimizer.skip_spikes=true"
 gt.compile("config.toml")
 gt.compile("config.toml", set=[SKIPS])
+PHASES = "program.phase=[{until = 4, global_batch_size = 2}]"
+gt.compile("config.toml", set=[PHASES])
 events, results = [], {}
 monitoring.register_event_duration_secs_listener(
     lambda event, *_, **__: events.append(event) if "/compile/" in event else None
@@ -89,11 +99,21 @@ for case, (bad, settings) in CASES.items():
     LEAVE_OUT[:] = range(record["checkpoint"], record["step"])
     train(f"{case}-reference", "stop", *settings)
     LEAVE_OUT.clear()
+for case, (bad, settings) in CASES.items():
+    BAD.update({} if bad is None else {8: bad})
+    train(f"{case}-limit", "skip", "run.checkpoints.local_every=1", *settings)
+    BAD.clear()
 BAD[8] = CASES["spike"][0]
-train("limit", "skip", "run.checkpoints.local_every=1")
 BAD.update({number: BAD[8] for number in range(5, 12)})
 train("many-skip", "skip", "run.spikes.max_consecutive=2")
 train("many-rewind", "rewind", "run.spikes.max_consecutive=1")
+BAD.clear()
+BAD_SAMPLES[9] = CASES["spike"][0]  # in step 5, the first of the second phase
+train("phases-rewind", "rewind", PHASES)
+BAD_SAMPLES.clear()
+(record,) = map(json.loads, Path("phases-rewind", "spikes.jsonl").read_text().splitlines())
+LEFT_OUT_SAMPLES.append((2 * record["checkpoint"], record["data"]["sample"]))
+train("phases-reference", "stop", PHASES)
 results["events"] = events
 Path("results.json").write_text(json.dumps(results))
 """
@@ -150,6 +170,8 @@ def test_stop_ends_the_run_and_names_the_documents(runs, case):
         assert 77 in documents
     else:
         assert record["step"] == 9
+    saved = [int(one.name) for one in (place.path / f"{case}-stop/checkpoints").glob("[0-9]*")]
+    assert max(saved) == (record["step"] - 1) // 3 * 3  # its state is never saved
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -166,12 +188,13 @@ def test_skip_writes_down_the_documents_and_goes_on(runs, case):
     assert steps == {step: int(step == record["step"]) for step in range(1, 13)}
 
 
-def test_a_skipped_step_keeps_the_old_state_bit_for_bit(runs):
+@pytest.mark.parametrize("case", CASES)
+def test_a_skipped_step_keeps_the_old_state_bit_for_bit(runs, case):
     place, _ = runs
-    (record,) = records(place, "limit")
-    assert record["step"] == 9
-    assert_equal(state(place, "limit", 8), state(place, "limit", 9))
-    before, after = state(place, "limit", 9), state(place, "limit", 10)
+    (record,) = records(place, f"{case}-limit")
+    step = record["step"]
+    old, before, after = (state(place, f"{case}-limit", step + one) for one in (-1, 0, 1))
+    assert_equal(old, before)
     assert not any(np.array_equal(before[name], after[name]) for name in before)
 
 
@@ -192,6 +215,14 @@ def test_a_run_that_is_started_again_leaves_the_same_batches_out(runs, case):
     assert len(records(place, f"{case}-killed")) == 1  # no spike was met again
     assert results[f"{case} killed resumed"] == records(place, f"{case}-rewind")[0]["checkpoint"]
     assert place.curve(f"{case}-killed") == place.curve(f"{case}-reference")
+
+
+def test_a_rewind_to_an_earlier_phase_leaves_the_same_batches_out(runs):
+    place, _ = runs
+    (record,) = records(place, "phases-rewind")
+    assert (record["step"], record["checkpoint"]) == (5, 3)  # the second phase begins at step 5
+    assert place.curve("phases-rewind") == place.curve("phases-reference")
+    assert_equal(state(place, "phases-rewind", 12), state(place, "phases-reference", 12))
 
 
 def test_a_run_stops_when_nothing_helps_any_more(runs):
