@@ -85,7 +85,8 @@ def dump(
     from graphtrain.run.dumps.take import take_dump
     from graphtrain.run.processes import expected_rank, is_rank_zero, join_run
 
-    purpose, known = dump_purpose(compiles=compile), expected_rank(coordinator, processes, rank)
+    purpose = dump_purpose(compiles=compile, restores=step != 0)
+    known = expected_rank(coordinator, processes, rank)
     checked = checked_config(config, purpose, set=set, target=target, rank=known)
     settings = with_arrays(checked.config, arrays, summary)
     program, store = resolve(settings.program), open_cache(cache)

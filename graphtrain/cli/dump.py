@@ -96,7 +96,8 @@ def command(
     from graphtrain.api.dumps import array_names, dump, with_arrays
     from graphtrain.run.processes import expected_rank, is_rank_zero
 
-    purpose, known = dump_purpose(compiles=compile_missing), expected_rank(coordinator, count, rank)
+    purpose = dump_purpose(compiles=compile_missing, restores=step != 0)
+    known = expected_rank(coordinator, count, rank)
     checked = check(config, overrides, target, purpose, rank=known)
     settings = with_arrays(checked.config, arrays, summary)
     if lists:

@@ -26,7 +26,10 @@ def test_a_run_is_dumped_unchanged_and_a_changed_setting_is_found(place):
     assert sorted(path.name for path in (place.path / "run").rglob("*")) == before
 
     place.command("dump", "config.toml", "one", *SOME, "--step", "0")
-    other = ["--set", "program.model.norm_epsilon=0.1", "--set", "run.directory=other"]
+    other = ["--set", "program.model.norm_epsilon=0.1"]
+    _, err = place.command("dump", "config.toml", "two", *SOME, *other, status=2)
+    assert "contains the weights of another model: program.model.norm_epsilon" in err
+    other += ["--step", "0"]
     place.command("dump", "config.toml", "two", *SOME, *other, "--compile", "--summary")
     outcome = graphtrain("compare", place.path / "one", place.path / "two")
     assert outcome.status == 5

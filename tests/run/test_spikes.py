@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from places import CONFIG, Place, furnish
+from unoptimized import XLA_FLAGS
 
 from graphtrain.checkpoints.info import read_checkpoint_info
 from graphtrain.checkpoints.private_orbax import open_array
@@ -130,8 +131,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Place,
         text = text.replace(old, new)
     (path / "config.toml").write_text(text)
     place = Place(path, path / "cache")
-    process = place.start_python("-c", SCRIPT)
-    _, err = process.communicate(timeout=300)
+    quickly = f"import os; os.environ['XLA_FLAGS'] = {XLA_FLAGS!r}"
+    process = place.start_python("-c", f"{quickly}\n{SCRIPT}")
+    _, err = process.communicate(timeout=500)
     assert process.returncode == 0, err
     return place, json.loads((path / "results.json").read_text())
 
@@ -193,9 +195,11 @@ def test_a_skipped_step_keeps_the_old_state_bit_for_bit(runs, case):
     place, _ = runs
     (record,) = records(place, f"{case}-limit")
     step = record["step"]
-    old, before, after = (state(place, f"{case}-limit", step + one) for one in (-1, 0, 1))
-    assert_equal(old, before)
-    assert not any(np.array_equal(before[name], after[name]) for name in before)
+    before, skipped = (state(place, f"{case}-limit", number) for number in (step - 1, step))
+    assert_equal(before, skipped)
+    if case != "document":  # whose spike is the last step
+        after = state(place, f"{case}-limit", step + 1)
+        assert not any(np.array_equal(skipped[name], after[name]) for name in after)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -74,9 +74,15 @@ def run_purpose(*, fresh: bool = False, compiles: bool = False) -> Purpose:
     return Purpose((*errors, "compiler") if compiles else errors)
 
 
-def dump_purpose(*, compiles: bool = False) -> Purpose:
-    """Return the purpose of a dump; the settings may differ from those of the checkpoint."""
-    return Purpose((*_EVERY, "compiler") if compiles else _EVERY, weights_only=True)
+def dump_purpose(*, compiles: bool = False, restores: bool = True) -> Purpose:
+    """Return the purpose of a dump; the settings may differ from those of the checkpoint.
+
+    Args:
+        compiles: whether it compiles the missing programs first.
+        restores: whether it may start from a checkpoint.
+    """
+    errors = _EVERY if restores else _NEW
+    return Purpose((*errors, "compiler") if compiles else errors, weights_only=True)
 
 
 def evaluation_purpose(*, bigram: bool = False) -> Purpose:
