@@ -197,7 +197,7 @@ def test_what_is_missing_is_named(place, tmp_path):
         ("boolq", {"label": 2}, "answer 2 is none of the 2 choices"),
         ("boolq", {"label": -1}, "answer -1 is none of the 2 choices; test sets whose"),
         ("mmlu_anatomy", {"answer": 4}, "answer 4 is none of the 4 choices"),
-        ("mmlu_anatomy", {"choices": ["a", None, "c", "d"]}, "a null or NaN in its field 'choices'"),
+        ("mmlu_anatomy", {"choices": ["a", None, "c", "d"]}, "null or NaN in its field 'choices'"),
         ("boolq", {"passage": float("nan")}, "has no field 'passage'"),
         ("mmlu_anatomy", {"choices": ["a", "b"]}, "the task cannot read it (UndefinedError: list"),
         (
