@@ -448,6 +448,38 @@ def pull(url: str, directory: Path, endpoint: str | None) -> None:
 
 
 @command.command()
+@click.argument("name")
+@click.argument("output", type=_PATH)
+@click.option("--config", "configuration", help="Configuration. [default: the only one]")
+@click.option(
+    "--split", default="train", show_default=True, help="Split, or a part of it: train[:1%]."
+)
+@click.option("--revision", help="Commit, branch or tag. [default: the newest]")
+@click.option(
+    "--streaming",
+    is_flag=True,
+    help="Read row by row over the network, without a copy in the cache of `datasets`.",
+)
+@click.option(
+    "--column", "columns", multiple=True, help="Column to write. May be repeated. [default: all]"
+)
+@click.option("--rows", "limit", type=click.IntRange(min=1), help="Number of rows. [default: all]")
+def hub(
+    name: str, output: Path, columns: tuple[str, ...], limit: int | None, **choice: Any
+) -> None:
+    """Write a dataset of the Hugging Face hub to OUTPUT as JSON lines, for `prepare`.
+
+    NAME is its name on the hub, OWNER/NAME, or a folder of data files. No code of it is run.
+    """
+    from graphtrain.data.readers.hub import HubDataset, write_rows
+
+    dataset = HubDataset(name, **choice)
+    with progress() as report:
+        rows = write_rows(dataset, output, columns=columns, limit=limit, report=report)
+    say(f"{output}: {counted(rows, 'row')} of {dataset}")
+
+
+@command.command()
 @click.argument("prefix")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def inspect(prefix: str, as_json: bool) -> None:
