@@ -20,8 +20,10 @@ _MAX_RETRIES, _RETRY_DELAY_SECONDS = (
     0.1,
 )  # retries of interrupted responses, and seconds between them
 _MAX_ERROR_LENGTH = 600  # characters of an error message; S3 sends XML, web servers entire pages
+_READ_TIMEOUT = 60.0  # seconds without data after which a request is repeated
 _PART_BYTES = 8 << 20  # of an upload in parts, and of what is read at once
 _CONCURRENT_PARTS = 4  # of one file
+_NOT_PARTIAL = "non-partial response"  # what obstore says of a server that ignores ranges
 Consume = Callable[[bytes], object]  # called with each part of an object
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
@@ -40,6 +42,7 @@ class ObjectStore:
         *,
         create: bool = True,
         endpoint: str | None = None,
+        read_timeout: float = _READ_TIMEOUT,
     ) -> None:
         """Open a store; credentials and endpoints come from its usual environment variables.
 
@@ -49,6 +52,7 @@ class ObjectStore:
             create: create the directory if it does not exist.
             endpoint: URL of a server with the interface of the store, in place of that of the
                 environment.
+            read_timeout: seconds without data after which a request is repeated.
 
         Raises:
             CacheError: unsupported URL, no bucket in it, no such directory, or obstore is not
@@ -60,7 +64,7 @@ class ObjectStore:
         self._is_web = url.startswith(("http://", "https://"))
         self._patience = retry_seconds if "://" in url else 0.0  # retrying a local disk is useless
         self._directory = None if "://" in url else Path(url).expanduser().absolute()
-        self._store = _open(url, retry_seconds, create, endpoint)
+        self._store = _open(url, retry_seconds, create, endpoint, read_timeout)
 
     @property
     def is_directory(self) -> bool:
@@ -85,7 +89,7 @@ class ObjectStore:
                     patience.reset()
                     yield name
                 return
-            except _TransientError as error:
+            except TransientStoreError as error:
                 patience.wait_or_raise(error)
 
     def get(self, name: str, limit: int) -> bytes | None:
@@ -103,7 +107,7 @@ class ObjectStore:
         while True:
             try:
                 return self._get(name, limit)
-            except _TransientError as error:
+            except TransientStoreError as error:
                 patience.wait_or_raise(error)
 
     def stream(self, name: str, size: int | None, begin: Callable[[], Consume]) -> None:
@@ -126,8 +130,53 @@ class ObjectStore:
                     patience.extend(self._patience)
                     consume(part)
                 return
-            except _TransientError as error:
+            except TransientStoreError as error:
                 patience.wait_or_raise(error)
+
+    def read_range(self, name: str, start: int, length: int, size: int) -> bytes:
+        """Return a part of an object.
+
+        Args:
+            name: name of the object.
+            start: first byte.
+            length: number of bytes.
+            size: size that the whole object should have.
+
+        Raises:
+            UnusableObject: the object does not exist, or has another size.
+            CacheError: the object cannot be read.
+        """
+        patience = _RetryLimit(self._patience)
+        while True:
+            try:
+                return self._read_range(name, start, length, size)
+            except TransientStoreError as error:
+                patience.wait_or_raise(error)
+
+    def _read_range(self, name: str, start: int, length: int, size: int) -> bytes:
+        import obstore
+
+        label = f"{self.url.rstrip('/')}/{name}"
+        with _store_errors(self.url, "read", name):
+            try:
+                found = obstore.get(self._store, name, options={"range": (start, start + length)})
+                part = bytes(found.bytes()) if found.meta["size"] == size else None
+            except FileNotFoundError:
+                raise UnusableObject(f"{label} is missing") from None
+            except Exception as error:
+                if _NOT_PARTIAL in str(error):
+                    raise CacheError(
+                        f"{self.url} has no requests for a part of an object; download the whole "
+                        "folder with graphtrain data pull"
+                    ) from error
+                raise
+        if part is None:
+            raise UnusableObject(f"{label} has {found.meta['size']} bytes instead of {size}")
+        if len(part) != length:
+            raise TransientStoreError(
+                f"cannot read {label}: it ended {length - len(part)} bytes early"
+            )
+        return part
 
     def _parts(self, name: str, size: int | None) -> Iterator[bytes]:
         import obstore
@@ -151,7 +200,7 @@ class ObjectStore:
             left -= len(part)
             yield bytes(part)
         if left:
-            raise _TransientError(f"cannot read {label}: it ended {left} bytes early")
+            raise TransientStoreError(f"cannot read {label}: it ended {left} bytes early")
 
     def put_file(self, name: str, path: Path) -> None:
         """Create or replace an object with the content of a file, in parts if it is large.
@@ -178,7 +227,7 @@ class ObjectStore:
                 return
             except CacheError as error:
                 is_lost = isinstance(error.__cause__, FileNotFoundError)
-                if not (is_lost and self._patience) and not isinstance(error, _TransientError):
+                if not (is_lost and self._patience) and not isinstance(error, TransientStoreError):
                     raise
                 patience.wait_or_raise(error)
 
@@ -196,7 +245,7 @@ class ObjectStore:
                 with _store_errors(self.url, "delete", name), suppress(FileNotFoundError):
                     obstore.delete(self._store, name)
                 return
-            except _TransientError as error:
+            except TransientStoreError as error:
                 patience.wait_or_raise(error)
 
     def put(self, name: str, data: bytes) -> None:
@@ -261,7 +310,7 @@ class ObjectStore:
             raise UnusableObject(f"{self._directory / name} is not a regular file")
 
 
-def _open(url: str, patience: float, make: bool, endpoint: str | None) -> Any:
+def _open(url: str, patience: float, make: bool, endpoint: str | None, read_timeout: float) -> Any:
     with optional_import(url):
         from obstore.store import LocalStore, from_url
     with _store_errors(url, "open", ""):
@@ -276,17 +325,17 @@ def _open(url: str, patience: float, make: bool, endpoint: str | None) -> Any:
         return from_url(
             url,
             config=named,
-            client_options=_client(url, endpoint),
+            client_options=_client(url, endpoint, read_timeout),
             retry_config=_retries(patience),
         )
 
 
-def _client(url: str, endpoint: str | None) -> Any:
-    """Return client options: one hour per transfer, but at most one minute without data."""
+def _client(url: str, endpoint: str | None, read_timeout: float) -> Any:
+    """Return client options: one hour per transfer, and a limit of the time without data."""
     endpoints = [endpoint or "", url, *(os.environ.get(name, "") for name in _ENDPOINTS)]
     return {
         "allow_http": any(endpoint.startswith("http://") for endpoint in endpoints),
-        "read_timeout": timedelta(minutes=1),
+        "read_timeout": timedelta(seconds=read_timeout),
         "timeout": timedelta(hours=1),
     }
 
@@ -327,7 +376,7 @@ class _RetryLimit:
         time.sleep(_RETRY_DELAY_SECONDS)
 
 
-class _TransientError(CacheError):
+class TransientStoreError(CacheError):
     """A failure of the store that may be transient."""
 
 
@@ -351,7 +400,7 @@ class _store_errors:
         is_transient = (
             type(error).__name__ == "GenericError"
         )  # by name, because obstore may not be installed
-        other_error = _TransientError if is_transient else CacheError
+        other_error = TransientStoreError if is_transient else CacheError
         raise (UnusableObject if self._one_object else other_error)(
             f"{self._what}: {message}"
         ) from error

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from graphtrain.config.schema import Config, Data
+from graphtrain.config.schema import Config, Data, is_streamed
 from graphtrain.config.user_code import is_user_code
 from graphtrain.errors import ConfigError
 from graphtrain.files import missing_dataset_file, read_digested_object
@@ -97,6 +97,10 @@ def _training_sets(data: Data) -> Iterator[str]:
 def _vocab(prefix: str) -> int:
     if is_user_code(prefix):
         raise ConfigError(f"run.data.train = {prefix!r} is code; set program.model.vocab")
+    if is_streamed(prefix):
+        raise ConfigError(
+            f"run.data.train = {prefix!r} is in an object store; set program.model.vocab"
+        )
     path = Path(f"{prefix}.json")
     try:
         vocab = read_digested_object(path).get("vocab")

@@ -61,6 +61,7 @@ EXECUTION = frozenset(
         "run.directory",
         "run.steps",  # a run may be continued; `train` says what that changes
         "run.data.validation",
+        "run.data.stream",
         "run.init_from",  # frozen weights have digests of their own, in base.json
         "run.init_adapter_from",
         "run.report_every",

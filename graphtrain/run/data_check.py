@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 
-from graphtrain.config.schema import Data
+from graphtrain.config.schema import Data, is_streamed
 from graphtrain.data.indexed.verify import digest_problem, unverified, verify_sample
 from graphtrain.errors import DataError
 
@@ -49,8 +49,7 @@ class DataCheck:
         Raises:
             DataError: a dataset differs from its description; names the file.
         """
-        names = [*data.train_datasets, *filter(None, [data.validation])]
-        self._prefixes = _prefixes(data, names)
+        self._prefixes = _prefixes(data, data.datasets)
         for prefix in self._prefixes:
             verify_sample(prefix)
             _warn_if_unverified(prefix)
@@ -97,9 +96,13 @@ class DataCheck:
 
 
 def _prefixes(data: Data, names: Iterable[str]) -> list[str]:
-    """Return those of the datasets that are files, each once."""
-    code = {one.reference for one in data.user_code}  # identified by its digest alone
-    return [name for name in dict.fromkeys(names) if name not in code]
+    """Return those of the datasets that are local files, each once.
+
+    Code of the user is identified by its digest alone, and of a streamed dataset every block is
+    verified when it is read.
+    """
+    code = {one.reference for one in data.user_code}
+    return [name for name in dict.fromkeys(names) if name not in code and not is_streamed(name)]
 
 
 def _warn_if_unverified(prefix: str) -> None:

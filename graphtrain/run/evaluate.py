@@ -17,7 +17,7 @@ from graphtrain.checkpoints.steps import missing_checkpoint, saved_steps
 from graphtrain.compile.html import html_facts
 from graphtrain.config.phases import program_of_step
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema import Config, Data, Program, Run
+from graphtrain.config.schema import Config, Data, Program, Run, is_streamed
 from graphtrain.data.batches.blend import blend_counts
 from graphtrain.data.batches.loader import evaluation_batches
 from graphtrain.data.indexed.dataset import WHOLE_INDEX, IndexedDataset, IndexShare
@@ -31,6 +31,7 @@ from graphtrain.run.data_check import verify_whole
 from graphtrain.run.data_sources import open_sources
 from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.run.programs import LoadedPrograms
+from graphtrain.run.streaming.open import open_streams
 from graphtrain.run.trained_tokenizer import check_trained_tokenizer
 from lowering.machine.target import Target
 from lowering.trees import Tree
@@ -137,7 +138,7 @@ def validation_batches(
         raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
     batch = program.batch
     return evaluation_batches(
-        data.validation,
+        data.only(data.validation).local.train_datasets[0],
         batch_size=batch.microbatch_rows,
         seq_len=batch.seq_len,
         vocab=vocab,
@@ -150,6 +151,7 @@ def validation_batches(
         limit=None if limit is None else limit * batch.global_batch_size,
         index_share=share,
         sources=open_sources(data),
+        streams=open_streams(data.only(data.validation)),
     )
 
 
@@ -164,6 +166,11 @@ def verify_data(run: Run, *, bigram: bool = False) -> None:
         raise DataError("run.data.validation is not set, so there is nothing to evaluate on")
     if bigram and data.user_code:
         raise DataError("--bigram reads datasets of files, and run.data names code")
+    if bigram and any(map(is_streamed, data.train_datasets)):
+        raise DataError(
+            "--bigram reads all of the training data, which is in an object store; download it "
+            "with graphtrain data pull"
+        )
     names = [data.validation, *(data.train_datasets if bigram else ())]
     on_all_ranks(lambda: verify_whole(data, names if distributed.rank() == 0 else []))
 

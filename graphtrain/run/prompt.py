@@ -11,6 +11,7 @@ from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.protocol import CHAT_TEMPLATE, Tokenizer
 from graphtrain.data.tokenizers.special_tokens import document_prefix
 from graphtrain.errors import DataError
+from graphtrain.run.streaming.open import described_datasets
 from graphtrain.weights.hf_record import verify_hf_files
 from graphtrain.weights.sources import HF_FILES
 
@@ -69,9 +70,8 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _train_prefixes(config: Config) -> list[str]:
-    """Return the path prefixes of the training datasets."""
-    train = config.run.data.train
-    return [train] if isinstance(train, str) else [entry.dataset for entry in train]
+    """Return the path prefixes of the training datasets, whose descriptions are on this machine."""
+    return described_datasets(config.run.data)
 
 
 def run_template(config: Config) -> str | None:

@@ -54,7 +54,7 @@ def _describe_data(config: Config) -> str:
     train = config.run.data.train
     if not isinstance(train, str):
         return f"a blend of {', '.join(part.dataset for part in train)}"
-    description = read_description(train)
+    description = read_description(config.run.data.local.train_datasets[0])
     if description is None:
         return train
     text = f"{train}, {description.tokens:,} tokens"

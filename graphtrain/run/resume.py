@@ -44,14 +44,15 @@ def identity_of(config: Config, step: int = 0) -> dict[str, Any]:
     Raises:
         DataError: a dataset is absent, or its description is damaged.
     """
-    train = config.run.data.train
+    data = config.run.data.local
+    train = data.train
     is_single = isinstance(train, str)
-    prefixes = config.run.data.train_datasets
+    prefixes = data.train_datasets
     parts = [{}] if is_single else [{"weight": p.weight, "epochs": p.epochs} for p in train]
     return {
         **mathematics(config, step),
         "run.data.train": [
-            _dataset_identity(config.run.data, prefix) | part
+            _dataset_identity(data, prefix) | part
             for prefix, part in zip(prefixes, parts, strict=True)
         ],
         "tokenizer": tokenizer_digests(prefixes),

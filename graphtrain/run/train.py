@@ -514,9 +514,8 @@ def _copy_hf_files(config: Config, initial_weights: InitialWeights | None) -> No
     verify_hf_files(directory)
     if initial_weights is not None:
         initial_weights.save_run_files(directory)
-    data = run.data.train if isinstance(run.data.train, str) else run.data.train[0].dataset
     with write_errors(directory):
-        copy_tokenizer(data, directory / HF_FILES)
+        copy_tokenizer(run.data.local.train_datasets[0], directory / HF_FILES)
         record_hf_files(directory)
 
 

@@ -42,9 +42,8 @@ def check_trained_tokenizer(run: Run, step: int | None) -> None:
     if step not in steps:  # weights of run.init_from, or an error that says which steps there are
         return
     trained = read_checkpoint_info(directory, step).identity.get("tokenizer", [])
-    validation = [run.data.validation] if run.data.validation is not None else []
     code = {one.reference for one in run.data.user_code}
-    prefixes = [one for one in (*run.data.train_datasets, *validation) if one not in code]
+    prefixes = [one for one in run.data.local.datasets if one not in code]
     for prefix, digest in zip(prefixes, tokenizer_digests(prefixes), strict=True):
         if digest is not None and any(trained) and digest not in trained:
             raise DataError(

@@ -9,6 +9,7 @@ import numpy as np
 from graphtrain.config.schema import Program, Run
 from graphtrain.run.batch_placement import index_share
 from graphtrain.run.data_sources import open_sources
+from graphtrain.run.streaming.open import open_streams
 
 
 def training_loader(run: Run, program: Program, rows: np.ndarray | None) -> Any:
@@ -25,7 +26,7 @@ def training_loader(run: Run, program: Program, rows: np.ndarray | None) -> Any:
     from graphtrain.data.batches.loader import Loader
 
     return Loader(
-        run.data.train,
+        run.data.local.train,
         global_batch_size=program.batch.global_batch_size,
         padding_sequences=program.batch.padding_sequences,
         seq_len=program.batch.seq_len,
@@ -38,4 +39,5 @@ def training_loader(run: Run, program: Program, rows: np.ndarray | None) -> Any:
         rows=rows,
         index_share=index_share(),
         sources=open_sources(run.data),
+        streams=open_streams(run.data),
     )

@@ -12,7 +12,7 @@ from graphtrain.api.checks.fallback import fallback
 from graphtrain.config.schema import Batch, Config, Data, Loss, Mesh, Program, Run
 
 MODEL = dataclasses.replace(LLAMA, layers=1, embed=48, mlp=96, vocab=96)  # multiples of 12
-SIZES = {"global_batch_size": 16, "seq_len": 16}
+SIZES: dict[str, Any] = {"global_batch_size": 16, "seq_len": 16}
 CASES: dict[str, dict[str, Any]] = {
     "one reduction per step": {
         "mesh": Mesh(data=4),

@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ def failing(endpoint: str, share: float = 0.5, faults: tuple[str, ...] = ()) -> 
         network.server_close()
 
 
+HANG_SECONDS = 4.0  # of a request that is never answered, the fault "hang"
 FAULTS = (
     "error",  # 500
     "busy",  # 503, as S3 says that it is asked too often
@@ -122,11 +124,16 @@ class _Request(BaseHTTPRequestHandler):
             self._answer(500 if fate == "error" else 503, {}, b"")
         elif fate == "reset":
             self._reset()
+        elif fate == "hang":
+            time.sleep(HANG_SECONDS)
+            self._reset()
         elif fate == "cut upload":
             self._forward_half(body)
             self._reset()
         else:
             status, headers, answer = self._forward(body)
+            if status == 200 and any(name.lower() == "content-range" for name in headers):
+                status = 206  # as S3 answers; rclone sends the part with 200
             if fate == "lost answer":
                 self._reset()
             else:

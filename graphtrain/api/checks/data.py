@@ -6,19 +6,25 @@ import numpy as np
 
 from graphtrain.api.checks.problem import Problem
 from graphtrain.config.lines import KeyPath
-from graphtrain.config.schema import Config
+from graphtrain.config.schema import Config, is_streamed
 from graphtrain.config.user_code import is_user_code
 from graphtrain.data.indexed.dataset import dataset_paths
 from graphtrain.data.indexed.description import DatasetDescription, read_description
-from graphtrain.errors import ConfigError, DataError
+from graphtrain.errors import CacheError, ConfigError, DataError
 from graphtrain.files import missing_dataset_file
 
 _DIRECTORY = ("run", "data", "directory")
 _TRAIN, _VALIDATION = ("run", "data", "train"), ("run", "data", "validation")
 
 
-def data_problems(config: Config, *, train: bool = True) -> Iterator[Problem]:
-    """Yield the problems of the validation dataset and, unless it is not read, of the others."""
+def data_problems(config: Config, *, train: bool = True, fetch: bool = True) -> Iterator[Problem]:
+    """Yield the problems of the validation dataset and, unless it is not read, of the others.
+
+    Args:
+        config: the configuration.
+        train: whether training data is read.
+        fetch: whether to fetch what describes streamed datasets, which are not checked otherwise.
+    """
     data = config.run.data
     datasets: list[tuple[str, KeyPath]] = []
     if train:
@@ -29,6 +35,9 @@ def data_problems(config: Config, *, train: bool = True) -> Iterator[Problem]:
         name = ".".join(setting)
         if is_user_code(prefix):
             yield from _source_problems(config, prefix, setting)
+        elif is_streamed(prefix):
+            if fetch:
+                yield from _stream_problems(config, prefix, setting)
         elif absent := [path for path in dataset_paths(prefix) if not path.is_file()]:
             message = f"{name}: {missing_dataset_file(prefix, absent[0].suffix)}"
             yield Problem("missing_data", message, (setting, _DIRECTORY))
@@ -55,6 +64,21 @@ def _source_problems(config: Config, reference: str, setting: KeyPath) -> Iterat
         check_tokens(reference, tokens, config.program.model.vocab, lambda _: 0)
     except DataError as error:
         yield Problem("data", str(error), (setting, ("program", "model", "vocab")))
+
+
+def _stream_problems(config: Config, url: str, setting: KeyPath) -> Iterator[Problem]:
+    """Yield why a dataset in an object store cannot be used; no token of it is read."""
+    from graphtrain.run.streaming.open import open_streams
+
+    try:
+        open_streams(config.run.data.only(url))
+    except (CacheError, DataError) as error:
+        yield Problem("missing_data", f"{'.'.join(setting)}: {error}", (setting, _DIRECTORY))
+        return
+    description = read_description(config.run.data.stream.local_prefix(url))
+    assert description is not None and description.largest is not None
+    yield from _vocabulary_problems(config, url, description.largest, description)
+    yield from _kind_problems(config, url, setting, description)
 
 
 def _problems_of(config: Config, prefix: str, setting: KeyPath) -> Iterator[Problem]:

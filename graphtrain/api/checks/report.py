@@ -62,7 +62,7 @@ def problems(
         found += run_problems(config)
         found += trackers_problems(config)
     if kinds & {"data", "missing_data"}:
-        found += data_problems(config, train=purpose.train)
+        found += data_problems(config, train=purpose.train, fetch="missing_data" in kinds)
         found += samples_problems(config)
     if "missing_data" in kinds and not purpose.weights_only:  # the run trains, here or later
         found += place_problems(config)

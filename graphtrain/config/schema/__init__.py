@@ -40,6 +40,7 @@ from graphtrain.config.schema.run import (
     Watchdog,
 )
 from graphtrain.config.schema.serve import Serve
+from graphtrain.config.schema.stream import StreamSettings, is_streamed
 from graphtrain.config.schema.torch_model import TorchModel, is_imported
 from graphtrain.config.schema.upload import UploadSettings
 
@@ -72,6 +73,7 @@ __all__ = [
     "Samples",
     "Serve",
     "Spikes",
+    "StreamSettings",
     "Tasks",
     "TorchModel",
     "UploadSettings",
@@ -79,4 +81,5 @@ __all__ = [
     "check_pipeline",
     "check_preference",
     "is_imported",
+    "is_streamed",
 ]

@@ -1,6 +1,7 @@
 """[run]: everything that does not change compiled code."""
 
 import re
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -8,6 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from graphtrain.config.schema.checkpoints import CheckpointSettings
 from graphtrain.config.schema.learning_rate import LearningRate
+from graphtrain.config.schema.stream import DatasetPlace, StreamSettings, is_streamed
 from graphtrain.config.schema.types import (
     STRICT,
     LocalPath,
@@ -49,7 +51,7 @@ ProfiledSteps = Annotated[str, AfterValidator(_profiled_steps)]
 class BlendPart:
     """One dataset of a blend, with either a weight or epochs."""
 
-    dataset: LocalPath  # path of the dataset, without .bin and .idx
+    dataset: DatasetPlace  # path or URL of the dataset, without .bin and .idx
     weight: PositiveFloat | None = None  # share of the sequences, relative to the other weights
     epochs: PositiveFloat | None = None  # passes over the dataset, relative to the other epochs
 
@@ -60,13 +62,17 @@ class BlendPart:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Data:
-    """Datasets made by `graphtrain data prepare`, without their .bin and .idx, or by your code."""
+    """Datasets made by `graphtrain data prepare`, without their .bin and .idx, or by your code.
 
-    train: LocalPath | Annotated[tuple[BlendPart, ...], Field(min_length=1)]  # dataset or blend
-    validation: LocalPath | None = None  # validation dataset; unset: no evaluation
+    Those at a URL of an object store (s3://, gs://, az://, https://) are streamed.
+    """
+
+    train: DatasetPlace | Annotated[tuple[BlendPart, ...], Field(min_length=1)]  # dataset or blend
+    validation: DatasetPlace | None = None  # validation dataset; unset: no evaluation
     arguments: dict[str, Plain] | None = None  # arguments of datasets that are "file.py:name"
     packing: Packing | None = None  # unset: concat for text, best_fit or pad for conversations
     overlong: Literal["error", "truncate", "drop"] = "error"  # documents longer than seq_len
+    stream: StreamSettings = StreamSettings()
 
     def __post_init__(self) -> None:
         if self.arguments is not None and not self.user_code:
@@ -85,6 +91,29 @@ class Data:
         if isinstance(self.train, str):
             return (self.train,)
         return tuple(part.dataset for part in self.train)
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """Return all datasets, each once."""
+        return tuple(dict.fromkeys([*self.train_datasets, *filter(None, [self.validation])]))
+
+    def only(self, dataset: str) -> "Data":
+        """Return the settings for one dataset alone."""
+        return replace(self, train=dataset, validation=None, arguments=None)
+
+    @property
+    def local(self) -> "Data":
+        """Return these settings with path prefixes in the cache in place of URLs."""
+
+        def place(prefix: str) -> str:
+            return self.stream.local_prefix(prefix) if is_streamed(prefix) else prefix
+
+        train = (
+            place(self.train)
+            if isinstance(self.train, str)
+            else tuple(replace(part, dataset=place(part.dataset)) for part in self.train)
+        )
+        return replace(self, train=train, validation=self.validation and place(self.validation))
 
     @property
     def user_code(self) -> tuple[UserCode, ...]:

@@ -14,12 +14,14 @@ import numpy as np
 
 from graphtrain.data.batches.sources import SourceDataset
 from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.streamed_tokens import StreamedTokens
 from graphtrain.data.shuffle import permutation
 from graphtrain.errors import DataError
 
 # tokens (inputs) and targets int32, weights (loss mask) float32 and, if documents are isolated,
 # documents (segment ids) int32: each (sequences, length).
 Batch = dict[str, np.ndarray]
+_NO_DOCUMENTS = np.array([], np.int64)
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,15 @@ class ConcatPacking:
     def documents(self, index: int) -> np.ndarray:
         """Return the indices of the documents in a sequence, in order."""
         return self._document_slices(index).documents
+
+    def prefetch(self, indices: np.ndarray) -> None:
+        """Begin to fetch the tokens of these sequences, if the dataset is streamed."""
+        if isinstance(tokens := self.dataset.tokens, StreamedTokens):
+            parts = [self._document_slices(int(index)) for index in indices if index >= 0]
+            tokens.prefetch(
+                np.concatenate([part.starts for part in parts] or [_NO_DOCUMENTS]),
+                np.concatenate([part.sizes for part in parts] or [_NO_DOCUMENTS]),
+            )
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return the batch of these sequences; index -1 gives a row of padding."""

@@ -16,6 +16,7 @@ from graphtrain.data.batches.concat_packing import Batch, check_tokens, empty_ba
 from graphtrain.data.batches.sources import SourceDataset, SourceMasks
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.loss_spans import LossSpans
+from graphtrain.data.indexed.streamed_tokens import StreamedTokens
 from graphtrain.errors import DataError
 
 Overlong = Literal["error", "truncate", "drop"]
@@ -78,6 +79,15 @@ class DocumentPacking:
         """Return the indices of the documents in a row, in order."""
         row = index % len(self)
         return self._documents[self._starts[row] : self._starts[row + 1]]
+
+    def prefetch(self, indices: np.ndarray) -> None:
+        """Begin to fetch the tokens of these indices, if the dataset is streamed."""
+        if isinstance(tokens := self.dataset.tokens, StreamedTokens):
+            used = [self.documents(int(index)) for index in indices if index >= 0]
+            documents = np.concatenate(used) if used else np.array([], np.int64)
+            starts = self.dataset.document_offsets[documents]
+            sizes = self.dataset.document_offsets[documents + 1] - starts
+            tokens.prefetch(starts, np.minimum(sizes, self.length + 1))
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return the batch of these indices; index -1 gives padding."""

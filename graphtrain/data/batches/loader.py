@@ -1,5 +1,6 @@
 """Training batches, prefetched by Grain, and validation batches over one pass of a dataset."""
 
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 from graphtrain.data.batches.blend import Blend, WeightedDataset, blend_counts
 from graphtrain.data.batches.concat_packing import Batch
 from graphtrain.data.batches.document_packing import Overlong
-from graphtrain.data.batches.rows import Packing, PackingSettings
+from graphtrain.data.batches.rows import NO_STREAMS, Packing, PackingSettings, Streams
 from graphtrain.data.batches.sources import NO_SOURCES, Sources
 from graphtrain.data.indexed.dataset import WHOLE_INDEX, IndexShare
 from graphtrain.errors import DataError
@@ -17,6 +18,7 @@ from lowering.machine import startup
 
 _PREFETCH_THREADS = 4  # prefetch threads
 _PREFETCH_BATCHES = 4  # prefetched batches held in memory
+_BATCHES_AHEAD = 8  # batches after the current one whose tokens are fetched, of a streamed dataset
 _PADDING = np.array([0, -1])  # dataset and sequence of an empty row
 _MAX_LISTED_DOCUMENTS = 20  # documents per dataset that a message lists
 
@@ -65,6 +67,7 @@ class Loader:
         rows: Rows of the global batch to read and to yield, ascending. None: all.
         index_share: Part of the index of each dataset that this process checks.
         sources: Datasets of the user's code, by the reference that stands for a path prefix.
+        streams: Blocks of datasets that are not on this machine, by path prefix.
         start_step: Step of the first batch.
 
     Raises:
@@ -87,6 +90,7 @@ class Loader:
         rows: np.ndarray | None = None,
         index_share: IndexShare = WHOLE_INDEX,
         sources: Sources = NO_SOURCES,
+        streams: Streams = NO_STREAMS,
         start_step: int = 0,
     ) -> None:
         is_single = isinstance(data, str | Path)
@@ -100,7 +104,10 @@ class Loader:
             index_share=index_share,
             preference_pairs=pairs,
             sources=sources,
+            streams=streams,
         )
+        self._ahead = _BATCHES_AHEAD if streams else 0
+        self._lock = threading.Lock()  # Grain reads batches in several threads
         self._packings = [settings.open(prefix, seed) for prefix in prefixes]
         datasets = [packing.dataset for packing in self._packings]
         self._samples_per_batch = _samples_per_batch(self._packings, global_batch_size)
@@ -262,15 +269,27 @@ class Loader:
 
     def _batch(self, step: int, selection: _RowSelection) -> Batch:
         """Return the selected rows of the batch of a step; no other sample is read."""
+        self._prefetch(step, selection)
         samples = self._samples_of(step, selection.samples)
         if len(self._packings) == 1:
             return selection.of(self._packings[0].batch(samples[:, 1]))
         rows = [self._packings[owner].batch([index]) for owner, index in samples]
         return selection.of({name: np.concatenate([row[name] for row in rows]) for name in rows[0]})
 
+    def _prefetch(self, step: int, selection: _RowSelection) -> None:
+        """Begin to fetch the tokens of a step and of those after it, each once."""
+        if not self._ahead:
+            return
+        with self._lock:  # until this step is asked for, whichever thread does it
+            while self._prefetched <= step + self._ahead:
+                samples = self._samples_of(self._prefetched, selection.samples)
+                for owner, packing in enumerate(self._packings):
+                    packing.prefetch(samples[samples[:, 0] == owner, 1])
+                self._prefetched += 1
+
     def _start(self, step: int) -> None:
         grain = _grain()
-        self._step = step
+        self._step = self._prefetched = step
         options = grain.ReadOptions(
             num_threads=_PREFETCH_THREADS, prefetch_buffer_size=_PREFETCH_BATCHES
         )
@@ -292,6 +311,7 @@ def evaluation_batches(
     limit: int | None = None,
     index_share: IndexShare = WHOLE_INDEX,
     sources: Sources = NO_SOURCES,
+    streams: Streams = NO_STREAMS,
 ) -> Iterator[Batch]:
     """Return the batches of one pass over a dataset, unshuffled. The dataset is opened at once.
 
@@ -314,6 +334,7 @@ def evaluation_batches(
         index_share=index_share,
         preference_pairs=pairs,
         sources=sources,
+        streams=streams,
     )
     packed = settings.open(prefix)
     samples_per_batch = _samples_per_batch([packed], batch_size)
@@ -321,10 +342,16 @@ def evaluation_batches(
 
     count = len(packed) if limit is None else min(len(packed), limit // packed.rows_per_index)
 
+    def samples_from(first: int) -> np.ndarray:
+        samples = first + selection.samples
+        return np.where(samples < count, samples, -1)
+
     def batches() -> Iterator[Batch]:
         for first in range(0, count, samples_per_batch):
-            samples = first + selection.samples
-            yield selection.of(packed.batch(np.where(samples < count, samples, -1)))
+            ahead = range(0 if first == 0 else _BATCHES_AHEAD, _BATCHES_AHEAD + 1)
+            for number in ahead if streams else ():
+                packed.prefetch(samples_from(first + number * samples_per_batch))
+            yield selection.of(packed.batch(samples_from(first)))
 
     return batches()
 

@@ -1,7 +1,9 @@
 """Choice of a packing: concatenated and cut, best-fit, or one padded document per row."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from graphtrain.data.batches.concat_packing import ConcatPacking
@@ -10,9 +12,12 @@ from graphtrain.data.batches.sources import SourceDataset, SourceMasks, Sources
 from graphtrain.data.indexed.dataset import WHOLE_INDEX, IndexedDataset, IndexShare
 from graphtrain.data.indexed.description import read_description
 from graphtrain.data.indexed.loss_spans import LossSpans
+from graphtrain.data.indexed.streamed_tokens import Blocks
 from graphtrain.errors import DataError
 
 Packing = Literal["concat", "best_fit", "pad"]
+Streams = Mapping[str, Blocks]  # by path prefix
+NO_STREAMS: Streams = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +34,7 @@ class PackingSettings:
     index_share: IndexShare = WHOLE_INDEX  # part of the index that this process checks
     preference_pairs: bool | None = None  # require or refuse preference pairs; None: accept both
     sources: Sources = field(default_factory=dict)  # datasets of the user's code
+    streams: Streams = field(default_factory=dict)  # blocks of datasets that are elsewhere
 
     def open(self, prefix: str | Path, seed: int | None = None) -> ConcatPacking | DocumentPacking:
         """Open a dataset as rows, shuffled by the seed; without a seed, in the order on disk.
@@ -78,7 +84,10 @@ class PackingSettings:
         description = read_description(prefix)
         # Without a description, Megatron-LM may have written the dataset.
         dataset = IndexedDataset(
-            prefix, share=self.index_share, one_sequence_each=description is not None
+            prefix,
+            share=self.index_share,
+            one_sequence_each=description is not None,
+            blocks=self.streams.get(str(prefix)),
         )
         conversations = description.conversations if description else None
         if conversations is None:

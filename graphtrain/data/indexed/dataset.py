@@ -11,9 +11,11 @@ Source: megatron/core/datasets/indexed_dataset.py of https://github.com/NVIDIA/M
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from graphtrain.data.indexed.streamed_tokens import Blocks, StreamedTokens
 from graphtrain.errors import DataError
 from graphtrain.files import missing_dataset_file
 
@@ -73,6 +75,7 @@ class IndexedDataset:
         share: Share of the index to check.
         one_sequence_each: Require that every document is one sequence, as graphtrain writes them.
             False: the document boundaries, as Megatron-LM may write them, are read in full.
+        blocks: Blocks of the .bin, if it is not on this machine.
 
     Raises:
         DataError: a file is missing, empty, truncated, or does not agree with the other.
@@ -84,11 +87,13 @@ class IndexedDataset:
         *,
         share: IndexShare = WHOLE_INDEX,
         one_sequence_each: bool = False,
+        blocks: Blocks | None = None,
     ) -> None:
         self.prefix = str(prefix)
         self._share = share
         self._tokens_path, self._index_path = dataset_paths(prefix)
-        for path in (self._tokens_path, self._index_path):
+        on_disk = [self._index_path] if blocks else [self._tokens_path, self._index_path]
+        for path in on_disk:
             if not path.is_file():
                 raise DataError(missing_dataset_file(self.prefix, path.suffix))
         self.dtype, sequences, boundaries = read_header(self._index_path)
@@ -102,8 +107,13 @@ class IndexedDataset:
         )
         if not offsets[-1]:
             raise DataError(f"{self._index_path}: the dataset is empty; prepare it from some text")
-        self._check_tokens_length(int(offsets[-1]))
-        self.tokens = np.asarray(np.memmap(self._tokens_path, self.dtype, mode="r"))
+        length = blocks.size if blocks else self._tokens_path.stat().st_size
+        self._check_tokens_length(int(offsets[-1]), length)
+        self.tokens: Any = (  # (tokens,), read as an array
+            StreamedTokens(blocks, self.dtype)
+            if blocks
+            else np.asarray(np.memmap(self._tokens_path, self.dtype, mode="r"))
+        )
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -184,9 +194,8 @@ class IndexedDataset:
             "again"
         )
 
-    def _check_tokens_length(self, tokens: int) -> None:
+    def _check_tokens_length(self, tokens: int, length: int) -> None:
         expected = tokens * self.dtype.itemsize
-        length = self._tokens_path.stat().st_size
         if length != expected:
             raise DataError(
                 f"{self._tokens_path}: is {length} bytes long, but {self._index_path.name} counts "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from graphtrain.data.indexed.blocks import sample_digests
+from graphtrain.data.indexed.blocks import BlockDigests, sample_digests
 from graphtrain.data.indexed.dataset import IndexedDataset, dataset_paths
 from graphtrain.data.indexed.loss_spans import LossSpans, loss_spans_prefix
 from graphtrain.data.indexed.token_range import largest_token
@@ -68,6 +68,7 @@ class DatasetDescription:
     samples: dict[str, list[str]] | None = (
         None  # of blocks, by suffix; graphtrain.data.indexed.blocks
     )
+    blocks: BlockDigests | None = None  # of the .bin; None: written by an earlier version
 
 
 def file_digests(prefix: str | Path) -> dict[str, str]:
@@ -84,7 +85,10 @@ def write_description(prefix: str | Path, description: DatasetDescription) -> Da
     if description.conversations is not None:
         paths += dataset_paths(loss_spans_prefix(prefix))
     description = replace(
-        description, largest=largest_token(prefix), samples=sample_digests(prefix, paths)
+        description,
+        largest=largest_token(prefix),
+        samples=sample_digests(prefix, paths),
+        blocks=BlockDigests.of(paths[0]),
     )
     fields = asdict(description)
     fields["digest"] = json_digest(fields)

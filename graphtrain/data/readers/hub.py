@@ -47,14 +47,12 @@ class HubDataset:
         """
         with optional_import("graphtrain data hub"):
             import datasets
+        choice: Any = {"split": self.split, "revision": self.revision}
         try:
-            yield from datasets.load_dataset(
-                self.name,
-                self.configuration,
-                split=self.split,
-                revision=self.revision,
-                streaming=self.streaming,
+            rows: Any = datasets.load_dataset(
+                self.name, self.configuration, streaming=self.streaming, **choice
             )
+            yield from rows
         except Exception as error:  # of many packages: of the network, of files, of arguments
             raise DataError(f"{self}: {_reason(error)}") from error
 
