@@ -104,6 +104,7 @@ def test_int8_moments_follow_those_in_float32(kind):
         ({"kind": "schedule_free", "beta1": 0.0}, "averages weights with beta1; raise it"),
         ({"kind": "schedule_free", "ema_decay": 0.9}, "remove ema_decay"),
         ({"kind": "muon", "custom": "a.py:make"}, 'custom takes the place of kind = "muon"'),
+        ({"kind": "a.py:make"}, 'is set as custom = "a.py:make"; remove kind'),
     ],
 )
 def test_settings_that_a_kind_has_not_are_refused(settings, words):

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from graphtrain.config.schema.types import (
@@ -18,6 +18,15 @@ from graphtrain.config.user_code import UserCode
 
 Kind = Literal["adamw", "lion", "sgd", "adafactor", "muon", "schedule_free", "soap"]
 _DECAY = ("weight_decay", "decay_mask")
+
+
+def _not_custom(kind: Any) -> Any:
+    """Refuse the name of one's own optimizer with the setting that takes it."""
+    if isinstance(kind, str) and ":" in kind:
+        raise ValueError(f'an optimizer of your own is set as custom = "{kind}"; remove kind')
+    return kind
+
+
 _ADAM = ("beta1", "beta2", "epsilon")
 # Settings that each kind has, beside those of every kind.
 _OF_KIND: dict[str, tuple[str, ...]] = {
@@ -53,7 +62,7 @@ class Optimizer:
     others do not name them.
     """
 
-    kind: Kind = "adamw"  # see docs/guides/optimizers.md
+    kind: Annotated[Kind, BeforeValidator(_not_custom)] = "adamw"  # see docs/guides/optimizers.md
     beta1: Fraction = 0.9  # decay rate of the first moment; schedule_free: weight of the average
     beta2: Fraction = 0.95  # decay rate of the second moment; lion: of its only one
     epsilon: PositiveFloat = 1e-8  # added to the root of the second moment
