@@ -15,7 +15,8 @@ from `lowering/machine/topologies.toml`. `cpu` is this machine: its memory is re
 runs. Numbers are those of one device: a GPU, a TPU chip (of `tpu7x`, half a chip), a NeuronCore
 or an NPU. None of them was measured by graphtrain. What products and causal attention reach of
 the peak is fitted to [published steps](../BENCHMARKS.md#published-steps); a machine without these
-numbers is taken to reach what another of its platform does: `h100`, `v5p`, `trn1`, `ascend910b`.
+numbers is taken to reach what another of its platform does: `h100`, `v5p`, `trn1`, `ascend910b`,
+and for `a100-40` what `a100` does.
 
 """
 REACHED = "products", "products_8bit", "attention"

@@ -232,11 +232,12 @@ class Target:
     def achieved(self) -> Achieved | None:
         """Fractions of the peak that steps reach, fitted to published ones; None if unknown.
 
-        A machine without published steps has those of another machine of its platform.
+        A machine without published steps has those of one that is like it, or of its platform.
         """
         if self.runs_on_cpu:
             return None
-        machine = self.machine if "achieved" in self.specification else _LIKE.get(self.platform)
+        alike = self.specification.get("like", _LIKE.get(self.platform))
+        machine = self.machine if "achieved" in self.specification else alike
         table = machine and (_specification(machine) or {}).get("achieved")
         return Achieved(**table, machine=machine) if table and machine else None
 

@@ -79,7 +79,17 @@ def test_small_and_odd_machines_that_exist_are_not_refused(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["l4:1", "l40s:4", "a10g:1", "rtx4090:2", "rtx6000ada:1", "gh200:2", "b200:8", "gb200:72"],
+    [
+        "l4:1",
+        "l40s:4",
+        "a10g:1",
+        "a100-40:8",
+        "rtx4090:2",
+        "rtx6000ada:1",
+        "gh200:2",
+        "b200:8",
+        "gb200:72",
+    ],
 )
 def test_gpus_that_people_have_are_targets_with_hosts_of_any_size(name):
     target = Target.parse(name)

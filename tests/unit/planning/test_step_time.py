@@ -63,6 +63,7 @@ def test_a_machine_without_published_steps_has_what_another_reaches():
     assert Target.parse("h200:8").achieved == Target.parse("h100:8").achieved
     assert Target.parse("h200:8").achieved.machine == "h100"
     assert Target.parse("a100:8").achieved.machine == "a100"
+    assert Target.parse("a100-40:8").achieved == Target.parse("a100:8").achieved
     assert Target.parse("cpu:8").achieved is None
     assert Target.parse("neuron-sim:2").achieved is None  # runs on this machine's CPU
 
