@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
 from signal import Signals
@@ -93,16 +94,19 @@ def _export(
     except OSError as error:
         raise _failure(job.step, f"no process starts: {error}") from error
     assert process.stdout is not None
-    try:
-        while process.poll() is None:
-            if is_interrupted():
-                raise _Interrupted
-            time.sleep(_POLL_SECONDS)
-        lines = process.stdout.readlines()
-    finally:
-        process.kill()
-        process.communicate()
-    for event in read_events(lines):
+    with futures.ThreadPoolExecutor(1) as pool:
+        # Read at once: the process would wait for ever at a pipe that is full.
+        lines = pool.submit(process.stdout.readlines)
+        try:
+            while process.poll() is None:
+                if is_interrupted():
+                    raise _Interrupted
+                time.sleep(_POLL_SECONDS)
+        finally:
+            process.kill()
+            futures.wait([lines])
+            process.communicate()
+    for event in read_events(lines.result()):
         _report(job.step, event, note)
     if process.returncode:
         raise _failure(job.step, f"its process ended with status {process.returncode}")
