@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from graphtrain.data.indexed.blocks import block_digest
 
 _IN_MEMORY_BYTES = 256 << 20  # of blocks that cannot be written, as on a full disk
+_ABANDONED_SECONDS = 3600.0  # without a change, after which nobody still writes a file
 
 
 class BlockFiles:
@@ -102,9 +104,11 @@ class BlockFiles:
             entries = list(os.scandir(self._directory))
         except OSError:
             return []
+        remove_abandoned(Path(entry) for entry in entries if entry.name.startswith("."))
         for entry in entries:
-            if entry.name.isdigit() and int(entry.name) < len(self._digests):
-                found.append((entry.stat().st_mtime, int(entry.name)))
+            with suppress(OSError):  # another process has removed it
+                if entry.name.isdigit() and int(entry.name) < len(self._digests):
+                    found.append((entry.stat().st_mtime, int(entry.name)))
         return [block for _, block in sorted(found)]
 
     def _remove_oldest(self) -> None:
@@ -120,6 +124,14 @@ class BlockFiles:
 
     def _path(self, block: int) -> Path:
         return self._directory / str(block)
+
+
+def remove_abandoned(temporary: Iterable[Path]) -> None:
+    """Delete files of processes that were killed before they had written and renamed them."""
+    for path in temporary:
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                path.unlink()
 
 
 def in_memory_blocks(block_bytes: int) -> int:

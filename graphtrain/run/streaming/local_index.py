@@ -21,9 +21,11 @@ from graphtrain.data.indexed.loss_spans import loss_spans_prefix
 from graphtrain.data.tokenizers.huggingface import COMPANION_FILES
 from graphtrain.errors import CacheError, DataError
 from graphtrain.files import content_digest
+from graphtrain.run.streaming.block_files import remove_abandoned
 from sharding_rules.documents import MAX_JSON_BYTES
 
 _CLIENT_SECONDS = 20.0  # for which the client of a store repeats a request by itself
+_PARTIAL = ".partial-"  # in the name of a file until it is complete
 _READ_TIMEOUT = 15.0  # seconds without data after which a request is repeated
 
 
@@ -84,6 +86,7 @@ def fetch_index(settings: StreamSettings, url: str) -> DatasetDescription:
     store, local = open_store(settings, url), Path(settings.local_prefix(url))
     local.parent.mkdir(parents=True, exist_ok=True)
     with _locked(local.parent):
+        remove_abandoned(local.parent.glob(f".*{_PARTIAL}*"))
         content, description = remote_description(store, url)
         for suffix, digest in _digests(description).items():
             path = Path(f"{local}{suffix}")
@@ -108,7 +111,7 @@ def _digests(description: DatasetDescription) -> dict[str, str]:
 
 def _fetch(store: ObjectStore, url: str, suffix: str, digest: str, path: Path) -> None:
     """Fetch a file, which appears when its digest is the one of the description."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = _partial_path(path)
     try:
         with partial.open("wb") as file:
 
@@ -137,8 +140,12 @@ def _fetch_beside(store: ObjectStore, path: Path) -> None:
         _write(path, content)
 
 
+def _partial_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_PARTIAL}{os.getpid()}")
+
+
 def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = _partial_path(path)
     try:
         partial.write_bytes(content)
         partial.replace(path)

@@ -1,0 +1,33 @@
+"""Blocks of a streamed dataset in a directory that several processes share."""
+
+import os
+
+from graphtrain.data.indexed.blocks import block_digest
+from graphtrain.run.streaming.block_files import BlockFiles
+
+BLOCKS = [b"first", b"second", b"third"]
+DIGESTS = [block_digest(block) for block in BLOCKS]
+
+
+def test_a_block_that_another_process_removes_meanwhile_is_absent(tmp_path, monkeypatch):
+    for number, block in enumerate(BLOCKS):
+        (tmp_path / str(number)).write_bytes(block)
+    scandir = os.scandir
+
+    def remove_after(path):
+        entries = list(scandir(path))
+        (tmp_path / "1").unlink(missing_ok=True)
+        return entries
+
+    monkeypatch.setattr(os, "scandir", remove_after)
+    files = BlockFiles(tmp_path, DIGESTS, 3, 1)
+    assert [files.read(number) for number in range(3)] == [b"first", None, b"third"]
+
+
+def test_what_killed_processes_had_not_written_is_removed(tmp_path):
+    names = [".0.7.8", ".1.7.9"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"fir")
+    os.utime(tmp_path / names[0], (0, 0))
+    BlockFiles(tmp_path, DIGESTS, 3, 1)
+    assert [path.name for path in tmp_path.iterdir()] == [names[1]]  # another process may write it
