@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from graphtrain.cache.key import CacheKey
 from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.errors import MissingProgram, TrainingError
+from graphtrain.files import json_digest
 from graphtrain.run.programs import LoadedPrograms
 from lowering.errors import PeerLost, RankFailed
 from lowering.xla import distributed
@@ -179,6 +180,25 @@ def check_same_checkpoints(directory: str, steps: list[int]) -> None:
                 f"{distributed.names([0])} sees {steps_by_rank[0]}; run.directory must be on a "
                 "file system that all hosts share"
             )
+
+
+def check_same_data(identity: Mapping[str, Any]) -> None:
+    """Check that all ranks have the same training data and tokenizers.
+
+    Args:
+        identity: What the run computes, with digests of its data.
+
+    Raises:
+        TrainingError: they do not, as where a dataset is replaced while the hosts read it.
+    """
+    word = json_digest([identity["run.data.train"], identity["tokenizer"]])
+    words = distributed.all_gather_text(word)
+    if others := [rank for rank, word in enumerate(words) if word != words[0]]:
+        raise TrainingError(
+            f"{distributed.names(others)} has other training data than {distributed.names([0])}: "
+            "the digests of the datasets (run.data) or of their tokenizers differ; copy the same "
+            "files to all hosts. A dataset in an object store was replaced meanwhile: start again"
+        )
 
 
 def check_same_executables(programs: LoadedPrograms) -> None:

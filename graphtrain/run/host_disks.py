@@ -29,7 +29,8 @@ def is_disk_of_host(local: Path) -> bool:
     """Return whether a directory is on a disk of each host. Called on every rank.
 
     Raises:
-        TrainingError: only some hosts share it, or it cannot be written.
+        TrainingError: only some hosts share it, or it cannot be written; or all share it, and it
+            has parts of checkpoints from when they did not.
     """
 
     def create() -> None:
@@ -39,7 +40,25 @@ def is_disk_of_host(local: Path) -> bool:
     on_all_ranks(create)
     if distributed.count() == 1:  # perhaps after the other hosts of the run were lost
         return bool(HostTier(local).steps())
-    return not is_shared_directory("run.checkpoints.local", local)
+    is_shared = is_shared_directory("run.checkpoints.local", local)
+    if is_shared:
+        on_all_ranks(lambda: _check_no_parts(local))
+    return not is_shared
+
+
+def _check_no_parts(local: Path) -> None:
+    """Check that no host has saved its part in a directory that all hosts share now.
+
+    Raises:
+        TrainingError: one has; the run would silently start before that step.
+    """
+    if steps := HostTier(local).steps():
+        found = ", ".join(map(str, steps))
+        raise TrainingError(
+            f"{local} has parts of checkpoints (steps {found}) from when it was a disk of one "
+            "host, and now all processes of the run share it; start them on hosts with a disk "
+            "each, or move own/ and copies/ away to resume without these steps"
+        )
 
 
 def open_disks(directory: Path, local: Path, *, fresh: bool) -> HostDisks:

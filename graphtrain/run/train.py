@@ -32,7 +32,7 @@ from graphtrain.graphs.names import (
 )
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.planning.parameters import ParameterCount, count_compiled_parameters
-from graphtrain.run.agreement import check_same_executables, on_all_ranks
+from graphtrain.run.agreement import check_same_data, check_same_executables, on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement
 from graphtrain.run.callbacks import Callback, check_callbacks, notify
 from graphtrain.run.checkpoint_places import (
@@ -168,7 +168,7 @@ def _train_until_rewound(
         )
         config = Config(program=configured or program.run_settings, run=run)
         identity = partial(identity_of, config)
-        on_all_ranks(identity)  # which reads descriptions of datasets
+        check_same_data(on_all_ranks(identity))  # which reads descriptions of datasets
         timeline.move(activities.RESTORE)
         disks = prepare_checkpoints(
             run, identity, allowed_changes, watchdog, log, stack, fresh=fresh

@@ -7,7 +7,7 @@ import pytest
 from graphtrain.checkpoints.local_tier import link_local_tier, remove_link
 from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.errors import TrainingError
-from graphtrain.run import agreement
+from graphtrain.run import agreement, host_disks
 
 
 @pytest.fixture
@@ -107,3 +107,23 @@ def test_a_link_to_checkpoints_on_one_disk_is_removed_where_there_are_several(ru
     remove_link(run)
     remove_link(run)
     assert not list(run.iterdir())
+
+
+def test_parts_of_hosts_on_a_disk_that_all_share_now_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_disks.distributed, "count", lambda: 2)
+    monkeypatch.setattr(host_disks.distributed, "all_gather_text", lambda word: [word] * 2)
+    monkeypatch.setattr(host_disks, "is_shared_directory", lambda setting, directory: True)
+    assert not host_disks.is_disk_of_host(tmp_path / "disk")
+    (tmp_path / "disk/own/40").mkdir(parents=True)
+    with pytest.raises(TrainingError, match=r"disk has parts .*\(steps 40\) from when it was a"):
+        host_disks.is_disk_of_host(tmp_path / "disk")
+
+
+def test_ranks_with_different_training_data_are_refused(monkeypatch):
+    identity = {"run.data.train": [{"digest": "a"}], "tokenizer": ["b"]}
+    monkeypatch.setattr(agreement.distributed, "names", lambda ranks: f"ranks {ranks}")
+    monkeypatch.setattr(agreement.distributed, "all_gather_text", lambda word: [word] * 2)
+    agreement.check_same_data(identity)
+    monkeypatch.setattr(agreement.distributed, "all_gather_text", lambda word: [word, "other"])
+    with pytest.raises(TrainingError, match=r"\[1\] has other training data than ranks \[0\]"):
+        agreement.check_same_data(identity)
