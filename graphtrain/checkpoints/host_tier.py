@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from graphtrain.cache.writing import sync_directory
 from graphtrain.checkpoints.manifest import (
     DamagedCheckpoint,
     is_intact,
@@ -39,6 +40,7 @@ from sharding_rules.documents import DocumentError, read_object
 
 METADATA, PART, _COMPLETE = "about/metadata", "about/part.json", "complete"
 OWN, COPIES = "own", "copies"
+_UNFINISHED, _DELETED = ".unfinished", ".deleted"  # ends of names while a part is written, deleted
 _STEP = re.compile(r"[0-9]{1,18}", re.ASCII)
 
 
@@ -104,6 +106,7 @@ class HostTier:
         Raises:
             OSError: a file cannot be written.
         """
+        self._remove_leftovers()
         with self._new(OWN, step) as directory:
             (directory / METADATA).parent.mkdir()
             (directory / METADATA).write_text(json.dumps(metadata))
@@ -212,12 +215,30 @@ class HostTier:
 
     def _remove(self, path: Path) -> None:
         """Delete a part; it disappears at once, whenever the deletion is interrupted."""
-        self._entries = {key: one for key, one in self._entries.items() if key[0] != path}
-        removed = path.with_name(f"{path.name}.deleted")
+        for key in list(self._entries):  # a copy: threads that serve peers add entries meanwhile
+            if key[0] == path:
+                self._entries.pop(key, None)
+        removed = path.with_name(f"{path.name}{_DELETED}")
         shutil.rmtree(removed, ignore_errors=True)
         with suppress(FileNotFoundError):
             os.rename(path, removed)
         shutil.rmtree(removed, ignore_errors=True)
+
+    def _remove_leftovers(self) -> None:
+        """Delete what processes that were killed had not finished, of any step: it takes room."""
+        for folder in (OWN, COPIES):
+            for path in (self.directory / folder).glob("*"):
+                if path.suffix in (_UNFINISHED, _DELETED):
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(directory: Path) -> None:
+    """Flush a part to disk: the steps before it are deleted, and the host may lose power."""
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with open(os.path.join(folder, name), "rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(folder))
 
 
 @dataclass
@@ -228,7 +249,7 @@ class _NewPart:
     remove: Callable[[Path], None]
 
     def __enter__(self) -> Path:
-        self._unfinished = self.path.with_name(f"{self.path.name}.unfinished")
+        self._unfinished = self.path.with_name(f"{self.path.name}{_UNFINISHED}")
         shutil.rmtree(self._unfinished, ignore_errors=True)
         self._unfinished.mkdir(parents=True)
         return self._unfinished
@@ -237,7 +258,9 @@ class _NewPart:
         try:
             if kind is None:
                 write_manifest(self._unfinished)
+                _sync(self._unfinished)
                 self.remove(self.path)  # of an earlier save of this step
                 os.rename(self._unfinished, self.path)
+                sync_directory(self.path.parent)
         finally:
             shutil.rmtree(self._unfinished, ignore_errors=True)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from urllib.parse import quote, unquote
 
 from graphtrain.checkpoints.host_tier import HostTier
@@ -41,10 +42,9 @@ class PeerServer:
             token: What they have to know.
 
         Raises:
-            OSError: there is no such address here, or no free port.
+            OSError: there is no free port.
         """
-        family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        self._server = _Server(tier, token, family, str(place[0]))
+        self._server = _Server(tier, token, *_place(address))
         self.port = int(self._server.server_address[1])
         threading.Thread(
             target=self._server.serve_forever, name="checkpoints for peers", daemon=True
@@ -56,6 +56,15 @@ class PeerServer:
         self._server.server_close()
 
 
+def _place(address: str) -> tuple[int, str]:
+    """Return the family and the address to listen on, as rank 0 does for the run's own service."""
+    if found := distributed.bind_address(f"{address}:0"):
+        host = found.rpartition(":")[0].strip("[]")
+        return (socket.AF_INET6 if ":" in host else socket.AF_INET), host
+    # The host resolves its own name to a loopback address, at which no other host finds it.
+    return (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
@@ -64,6 +73,10 @@ class _Server(ThreadingHTTPServer):
         self.tier, self.token = tier, token
         self.address_family = family
         super().__init__((address, 0), _Request)
+
+    def server_bind(self) -> None:
+        """Listen, without looking up a name for the address, for which DNS may take long."""
+        TCPServer.server_bind(self)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing: the host that asked notices, and reports what it misses."""

@@ -24,8 +24,9 @@ Shape = tuple[int, ...]
 
 
 def piece_name(path: str, place: Shape) -> str:
-    """Return the file of a piece, relative to the directory of its step."""
-    return f"{FOLDER}/{path.replace('/', '.')}/{'.'.join(map(str, place)) or '0'}"
+    """Return the file of a piece, relative to the directory of its step; no two have the same."""
+    array = path.replace("%", "%25").replace(".", "%2E").replace("/", ".")
+    return f"{FOLDER}/{array}/{'.'.join(map(str, place)) or '0'}"
 
 
 def shard_shapes(state: Tree) -> dict[str, Shape]:

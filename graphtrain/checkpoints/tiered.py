@@ -104,7 +104,9 @@ class TieredCheckpoints(Checkpoints):
             DamagedCheckpoint: no host has a sound copy of a piece that one needs; on every rank.
         """
         if step not in self._peer_steps.found:
-            return super().restore(step, described)
+            restored = super().restore(step, described)
+            self._newest = 0  # what the hosts' disks have is older, or cannot be restored
+            return restored
         path, reason, state = self._tier.directory / OWN / str(step), "", None
         try:
             state = self._load(step, path, described)
@@ -122,6 +124,7 @@ class TieredCheckpoints(Checkpoints):
                         f"{step} by other hosts",
                         stacklevel=1,
                     )
+        self._newest = step  # later steps cannot be restored
         return RestoredState(step, state, self._peer_steps.found[step].info.data_position)
 
     def _load(self, step: int, path: Path, described: Tree) -> Tree:
@@ -188,10 +191,12 @@ class TieredCheckpoints(Checkpoints):
         self, step: int, part: Part, metadata: Mapping[str, Any], pieces: dict[str, np.ndarray]
     ) -> None:
         """Write the part of this host, on a thread; then wait for the other hosts."""
+        names = set(pieces)
         try:
             self._tier.write(step, part, metadata, pieces)
             pieces.clear()
             distributed.wait_for_all(f"graphtrain/tier/{part.save}/written")
+            self._check_alone(step, part, names)
             if self._copies and distributed.count() > 1:
                 self._copy_from_previous(step, part)
             self._tier.set_complete(step)
@@ -199,6 +204,21 @@ class TieredCheckpoints(Checkpoints):
             self._newest = step
         except Exception as error:  # raised by the thread that trains
             self._failed.append(error)
+
+    def _check_alone(self, step: int, part: Part, names: set[str]) -> None:
+        """Check that no other host has replaced the part of this one, as on a disk that they share.
+
+        Raises:
+            TrainingError: one has. Earlier steps are still there.
+        """
+        if not names <= set(self._tier.names(step, part.save) or ()):
+            rank = distributed.names([distributed.rank()])
+            raise TrainingError(
+                f"{self._tier.directory} seemed to be a disk of each host (run.checkpoints.local), "
+                f"but another host has replaced the part of {rank} of step {step} there; set it to "
+                "a disk of each host, or to a file system on which hosts see each other's files at "
+                "once"
+            )
 
     def _copy_from_previous(self, step: int, part: Part) -> None:
         """Copy the part of the previous host, unless it has the same pieces."""

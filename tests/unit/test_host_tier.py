@@ -1,8 +1,11 @@
 """Checkpoints on disks of single hosts: pieces, parts, and what peers send each other."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,6 +20,7 @@ from graphtrain.checkpoints.peers import Peers, PeerServer
 from graphtrain.checkpoints.pieces import assemble, piece_name, pieces_on_host
 from graphtrain.checkpoints.steps import Retention
 from graphtrain.checkpoints.tiered import TieredCheckpoints
+from graphtrain.errors import TrainingError
 from lowering.xla.backend import from_shards
 
 WHOLE = np.arange(6 * 8, dtype=np.float32).reshape(6, 8)
@@ -90,6 +94,11 @@ def test_shards_are_saved_and_restored_on_another_mesh_bit_for_bit(tmp_path):
     other.close()
 
 
+def test_no_two_arrays_have_the_same_file():
+    paths = ["a/b.c", "a.b/c", "a.b.c", "a/b/c", "a%2Eb/c"]
+    assert len({piece_name(path, (0,)) for path in paths}) == len(paths)
+
+
 def test_a_damaged_piece_is_refused_and_its_step_set_aside(tmp_path):
     checkpoints = tiered(tmp_path / "run", tmp_path / "disk")
     checkpoints.save(3, state(2), {}, is_whole=False)
@@ -107,6 +116,40 @@ def test_a_damaged_piece_is_refused_and_its_step_set_aside(tmp_path):
     assert checkpoints.quarantine(damage.value) == tmp_path / "disk/quarantine"
     assert HostTier(tmp_path / "disk").steps() == []
     assert (tmp_path / "disk/quarantine/own/3/manifest.json").is_file()
+
+
+def test_a_step_that_cannot_be_restored_is_not_the_newest(tmp_path):
+    checkpoints = tiered(tmp_path / "run", tmp_path / "disk")
+    for step in (2, 3):
+        checkpoints.save(step, state(1), {}, is_whole=False)
+    checkpoints.close()
+    (piece,) = (tmp_path / "disk/own/3/pieces/step").iterdir()
+    piece.write_bytes(b"4444")
+    checkpoints = tiered(tmp_path / "run", tmp_path / "disk")
+    with pytest.warns(UserWarning, match=r"is damaged"), pytest.raises(DamagedCheckpoint):
+        checkpoints.restore(3, described(state(1)))
+    checkpoints.restore(2, described(state(1)))
+    assert checkpoints.newest() == 2  # to which a run rewinds after a spike
+
+
+def test_a_disk_that_another_host_writes_to_ends_the_run_before_a_step_is_lost(
+    tmp_path, monkeypatch
+):
+    checkpoints = tiered(tmp_path / "run", tmp_path / "disk")
+    for step in (1, 2):
+        checkpoints.save(step, state(1), {}, is_whole=False)
+    checkpoints.wait()
+
+    def write_as_another_host(barrier):
+        write_part(HostTier(tmp_path / "disk"), 3, barrier.split("/")[2], 1)
+
+    monkeypatch.setattr(
+        "graphtrain.checkpoints.tiered.distributed.wait_for_all", write_as_another_host
+    )
+    checkpoints.save(3, state(1), {}, is_whole=False)
+    with pytest.raises(TrainingError, match=r"disk seemed to be a disk of each host .* rank 0 of"):
+        checkpoints.wait()
+    assert HostTier(tmp_path / "disk").steps() == [1, 2, 3]
 
 
 def test_a_save_that_is_cut_short_leaves_the_one_before_it(tmp_path, monkeypatch):
@@ -128,6 +171,68 @@ def test_a_save_that_is_cut_short_leaves_the_one_before_it(tmp_path, monkeypatch
 def write_part(tier, step, save, group, content=b"1234"):
     part = Part(save, group, 2, {"a": [1]})
     tier.write(step, part, {"step": step}, {f"pieces/a/{group}": np.frombuffer(content, np.int32)})
+
+
+def test_a_part_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced, at_rename = set(), set()
+    fsync, rename = os.fsync, os.rename
+
+    def record(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def record_before(source, destination):
+        at_rename.update(synced)
+        rename(source, destination)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(os, "rename", record_before)
+    write_part(HostTier(tmp_path), 4, "first", 0)
+    written = [tmp_path / "own/4", *(tmp_path / "own/4").rglob("*")]
+    assert len(written) == 8 and {path.stat().st_ino for path in written} <= at_rename
+    assert (tmp_path / "own").stat().st_ino in synced - at_rename
+
+
+def test_what_a_killed_process_had_not_finished_takes_no_room_for_ever(tmp_path):
+    left = [tmp_path / "own/7.unfinished/a", tmp_path / "copies/6.deleted/a"]
+    for path in left:
+        path.mkdir(parents=True)
+    write_part(HostTier(tmp_path), 4, "first", 0)
+    assert [path.name for path in tmp_path.glob("*/*")] == ["4"]
+
+
+def test_a_part_is_deleted_while_peers_ask_for_others(tmp_path):
+    tier = HostTier(tmp_path)
+
+    class AskedMeanwhile(type(tmp_path)):
+        """Path of a part; a thread reads the entries of another one while it is compared."""
+
+        def __eq__(self, other):
+            tier._entries[Path(str(len(tier._entries))), ""] = {}
+            return False
+
+        __hash__ = Path.__hash__
+
+    for number in range(3):
+        tier._entries[AskedMeanwhile(str(number)), ""] = {}
+    write_part(tier, 4, "first", 0)
+    write_part(tier, 4, "second", 0)
+    assert [held.part.save for held in tier.parts()] == ["second"]
+
+
+def test_a_host_that_resolves_its_name_to_loopback_serves_the_others(tmp_path, monkeypatch):
+    tier, found = (
+        HostTier(tmp_path),
+        [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))],
+    )
+    write_part(tier, 4, "first", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        patched.setattr(socket, "getfqdn", lambda name: pytest.fail("asks DNS, which may be slow"))
+        server = PeerServer(tier, "host0", "secret")
+    peers = Peers([("127.0.0.1", server.port)], "secret")
+    assert peers.read(0, 4, "first", "pieces/a/1") == b"1234"
+    server.close()
 
 
 def test_peers_send_files_only_of_the_save_and_to_those_who_know_the_token(tmp_path):
@@ -178,6 +283,7 @@ from graphtrain.checkpoints.host_tier import HostTier, Part
 from graphtrain.checkpoints.manifest import verify_files
 
 tier, found = HostTier(Path(sys.argv[1])), 0
+os.fsync = lambda descriptor: None  # which matters to machines that lose power
 def save():
     for step in itertools.count(1):
         pieces = {f"pieces/a/{place}": np.full(9000, step, np.int32) for place in range(9)}
