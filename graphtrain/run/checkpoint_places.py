@@ -66,9 +66,9 @@ def prepare_checkpoints(
         TrainingError: a place cannot be used, or the checkpoint is of another run.
     """
     directory, settings = Path(run.directory), run.checkpoints
-    disks = None if settings.local is None else _open_local(directory, settings.local, fresh=fresh)
-    if disks is not None:
-        stack.callback(disks.server.close)
+    disks = None
+    if settings.local is not None:
+        disks = _open_local(directory, settings.local, stack, fresh=fresh)
     if settings.local is None or disks is not None:
         check_shared_directory("run.directory", directory)
     if run.checkpoints.remote is not None:
@@ -78,12 +78,15 @@ def prepare_checkpoints(
     return disks
 
 
-def _open_local(directory: Path, local: str, *, fresh: bool) -> HostDisks | None:
+def _open_local(directory: Path, local: str, stack: ExitStack, *, fresh: bool) -> HostDisks | None:
     """Return the disks of the hosts, if `local` is one; else link to it. Called on every rank."""
-    from graphtrain.run.host_disks import is_disk_of_host, open_disks
+    from graphtrain.run.host_disks import is_disk_of_host, locked_disk, open_disks
 
     if is_disk_of_host(Path(local).absolute()):
-        return open_disks(directory, Path(local), fresh=fresh)
+        on_all_ranks(lambda: stack.enter_context(locked_disk(Path(local).absolute())))
+        disks = open_disks(directory, Path(local), fresh=fresh)
+        stack.callback(disks.server.close)
+        return disks
     is_first = distributed.rank() == 0
     on_all_ranks(
         partial(link_local_tier, directory, local, fresh=fresh) if is_first else _do_nothing

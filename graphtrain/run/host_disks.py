@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from graphtrain.checkpoints.host_tier import HostTier
 from graphtrain.checkpoints.local_tier import remove_link
@@ -13,6 +19,9 @@ from graphtrain.checkpoints.peers import Peers, PeerServer, connect_peers
 from graphtrain.errors import TrainingError
 from graphtrain.run.agreement import is_shared_directory, on_all_ranks
 from lowering.xla import distributed
+
+_LOCK_SECONDS = 30.0  # for which a start waits for an earlier process of the run to end
+_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,39 @@ def _check_no_parts(local: Path) -> None:
             "host, and now all processes of the run share it; start them on hosts with a disk "
             "each, or move own/ and copies/ away to resume without these steps"
         )
+
+
+@contextmanager
+def locked_disk(local: Path) -> Iterator[None]:
+    """Let no other run on this host save its parts in a directory: each would delete the other's.
+
+    Raises:
+        TrainingError: another run does, or the directory cannot be written.
+    """
+    with write_errors(local):
+        file = (local / ".lock").open("wb")
+    with file:
+        _lock(file, local)
+        yield
+
+
+def _lock(file: BinaryIO, local: Path) -> None:
+    """Lock a file; a process that was killed may need some seconds to end."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            # Of this process alone: processes that it has forked may outlive it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return  # the file system has no locks
+        if time.monotonic() > deadline:
+            raise TrainingError(
+                f"another run on this host saves checkpoints in {local}; end it, or set "
+                "run.checkpoints.local to a directory for each run"
+            )
+        time.sleep(_POLL_SECONDS)
 
 
 def open_disks(directory: Path, local: Path, *, fresh: bool) -> HostDisks:

@@ -1,6 +1,8 @@
 """run.checkpoints.local: the checkpoints of a run are on another disk, behind a link."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -127,3 +129,31 @@ def test_ranks_with_different_training_data_are_refused(monkeypatch):
     monkeypatch.setattr(agreement.distributed, "all_gather_text", lambda word: [word, "other"])
     with pytest.raises(TrainingError, match=r"\[1\] has other training data than ranks \[0\]"):
         agreement.check_same_data(identity)
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from graphtrain.run.host_disks import locked_disk
+
+with locked_disk(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_runs_are_refused_one_disk_of_a_host(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_disks, "_LOCK_SECONDS", 0.1)
+    words = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline() == b"locked\n"
+        with (
+            pytest.raises(TrainingError, match=r"another run on this host saves checkpoints in"),
+            host_disks.locked_disk(tmp_path),
+        ):
+            pass
+        other.kill()
+        other.wait()
+        for _ in range(2):  # also again, as after a rewind
+            with host_disks.locked_disk(tmp_path):
+                pass
