@@ -46,17 +46,18 @@ def pieces_on_host(state: Tree) -> dict[str, np.ndarray]:
         leaf.copy_to_host_async()
     copies = {}
     for path, leaf in leaves.items():
-        shape = tuple(leaf.sharding.shard_shape(leaf.shape))
+        shape, memory = tuple(leaf.sharding.shard_shape(leaf.shape)), leaf.sharding.memory_kind
         for shard in leaf.addressable_shards:
             name = piece_name(path, _place(path, shard.index, shape, leaf.shape))
             if name not in copies:
-                copies[name] = _owned(np.asarray(shard.data), shard.device.platform)
+                is_on_host = shard.device.platform == "cpu" or "host" in (memory or "")
+                copies[name] = _owned(np.asarray(shard.data), is_on_host)
     return copies
 
 
-def _owned(array: np.ndarray, platform: str) -> np.ndarray:
-    """Return an array that does not share memory with a device, as those of CPU devices do."""
-    return np.array(array, order="C") if platform == "cpu" else np.asarray(array, order="C")
+def _owned(array: np.ndarray, is_on_host: bool) -> np.ndarray:
+    """Return an array that shares no memory with JAX, as views of arrays in host memory do."""
+    return np.array(array, order="C") if is_on_host else np.asarray(array, order="C")
 
 
 def _place(path: str, index: Index, shape: Shape, whole: Shape) -> Shape:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from graphtrain.checkpoints import pieces
 from graphtrain.checkpoints.host_tier import HostTier, Part
 from graphtrain.checkpoints.layer_order import LayerOrder
 from graphtrain.checkpoints.manifest import DamagedCheckpoint
@@ -92,6 +93,15 @@ def test_shards_are_saved_and_restored_on_another_mesh_bit_for_bit(tmp_path):
             jax.tree.map(lambda a, b: (np.asarray(a) == np.asarray(b)).all(), restored.state, like)
         )
     other.close()
+
+
+def test_pieces_share_no_memory_with_arrays_on_the_host():
+    """As those of CPUs, and moments of an optimizer in the host memory of a GPU."""
+    for is_on_host in (True, False):
+        assert np.shares_memory(pieces._owned(WHOLE, is_on_host), WHOLE) is not is_on_host
+    weights = state(2)["parameters"]["head"]
+    (first, *_) = pieces_on_host({"head": weights}).values()
+    assert not np.shares_memory(first, np.asarray(weights.addressable_shards[0].data))
 
 
 def test_no_two_arrays_have_the_same_file():
