@@ -197,7 +197,7 @@ def check_same_data(identity: Mapping[str, Any]) -> None:
         raise TrainingError(
             f"{distributed.names(others)} has other training data than {distributed.names([0])}: "
             "the digests of the datasets (run.data) or of their tokenizers differ; copy the same "
-            "files to all hosts. A dataset in an object store was replaced meanwhile: start again"
+            "files to all hosts, or start again if a dataset in an object store was replaced"
         )
 
 
