@@ -95,8 +95,8 @@ class HostTier:
         return sorted(found, key=lambda one: one.step)
 
     def steps(self) -> list[int]:
-        """Return the steps of which this host has a part of its own, oldest first."""
-        return sorted(int(path.name) for path in self._steps(OWN))
+        """Return the steps of which this host has a part, or a copy of one, oldest first."""
+        return sorted({int(path.name) for folder in (OWN, COPIES) for path in self._steps(folder)})
 
     def write(
         self, step: int, part: Part, metadata: Mapping[str, Any], pieces: dict[str, np.ndarray]
@@ -130,6 +130,7 @@ class HostTier:
         for folder in (OWN, COPIES):
             if (path := self.directory / folder / str(step)).is_dir():
                 (path / _COMPLETE).touch()
+                sync_directory(path)
 
     def remove_others(self, newest: int, keep: int) -> None:
         """Delete all but the newest steps, of which the last is `newest`.

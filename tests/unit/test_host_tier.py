@@ -201,6 +201,15 @@ def test_a_part_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     written = [tmp_path / "own/4", *(tmp_path / "own/4").rglob("*")]
     assert len(written) == 8 and {path.stat().st_ino for path in written} <= at_rename
     assert (tmp_path / "own").stat().st_ino in synced - at_rename
+    synced.clear()
+    HostTier(tmp_path).set_complete(4)
+    assert synced == {(tmp_path / "own/4").stat().st_ino}
+
+
+def test_a_copy_of_another_host_counts_as_a_checkpoint(tmp_path):
+    write_part(HostTier(tmp_path), 4, "first", 0)
+    (tmp_path / "own").rename(tmp_path / "copies")
+    assert HostTier(tmp_path).steps() == [4]  # which --fresh must not leave behind
 
 
 def test_what_a_killed_process_had_not_finished_takes_no_room_for_ever(tmp_path):
