@@ -90,7 +90,9 @@ def take_dump(
         unfinished = on_all_ranks(lambda: _create(directory, stack))
         with lowering.backend(program.target).forbid_tracing():
             if resumes:
-                begin = _restored(program, checkpoints, start, programs[DUMP].inputs("state"))
+                # Several processes restore one step, also if the run saves another one meanwhile.
+                step = first if distributed.count() > 1 else start
+                begin = _restored(program, checkpoints, step, programs[DUMP].inputs("state"))
                 if begin.step != first:  # the run deleted that checkpoint meanwhile
                     phases = look_up(begin.step, resumes=True)
             else:
