@@ -65,5 +65,6 @@ def read_job(kind: type[T]) -> T:
 def report(**event: Any) -> None:
     """Report an event to the run, which may have been killed."""
     with suppress(OSError):
-        sys.stdout.write(json.dumps(event) + "\n")
+        # On a line of its own, also after what a library printed without an end of line.
+        sys.stdout.write("\n" + json.dumps(event) + "\n")
         sys.stdout.flush()

@@ -1,6 +1,5 @@
 """The process of `run.upload`: at intervals, at the end, and when its run is killed or it hangs."""
 
-import json
 import socket
 import time
 import warnings
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from graphtrain.checkpoints.file_copies_process import FINISH, MODULE, FileCopiesJob
-from graphtrain.checkpoints.side_process import start_process
+from graphtrain.checkpoints.side_process import read_events, start_process
 from graphtrain.config import load_config
 from graphtrain.planning.parameters import ParameterCount
 from graphtrain.run.events import RunStart
@@ -112,7 +111,7 @@ def test_the_last_lines_of_a_run_that_is_killed_are_uploaded(run, tmp_path):
     process = start_process(MODULE, job)
     assert process.stdin is not None
     assert process.stdout is not None
-    assert json.loads(process.stdout.readline())["event"] == "uploaded"
+    assert next(read_events(process.stdout))["event"] == "uploaded"
     (run / "run.log").write_text("lost\n")
     process.stdout.close()
     process.stdin.close()  # without FINISH, as when the run is killed
