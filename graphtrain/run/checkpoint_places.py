@@ -71,10 +71,11 @@ def prepare_checkpoints(
         disks = _open_local(directory, settings.local, stack, fresh=fresh)
     if settings.local is None or disks is not None:
         check_shared_directory("run.directory", directory)
-    if run.checkpoints.remote is not None:
-        _fetch(run, identity, allowed_changes, watchdog, log, fresh=fresh)
     if disks is not None and not fresh:
         disks.steps.find()
+    if run.checkpoints.remote is not None:
+        on_hosts = max(disks.steps.found, default=0) if disks is not None else 0
+        _fetch(run, identity, allowed_changes, watchdog, log, fresh=fresh, on_hosts=on_hosts)
     return disks
 
 
@@ -102,6 +103,7 @@ def _fetch(
     log: RunLog,
     *,
     fresh: bool,
+    on_hosts: int,
 ) -> None:
     """Download the newest checkpoint on rank 0, if the store has a newer one."""
     directory, settings = Path(run.directory), run.checkpoints
@@ -113,7 +115,10 @@ def _fetch(
     def check(checkpoint: str, step: int, info: CheckpointInfo) -> None:
         check_identity(checkpoint, info, identity(step), allowed_changes)
 
-    action = partial(fetch_newest, directory, settings, check, log.note, fresh=fresh, progress=wait)
+    place = directory, settings
+    action = partial(
+        fetch_newest, *place, check, log.note, fresh=fresh, on_hosts=on_hosts, progress=wait
+    )
     on_rank_zero(action, wait)
 
 

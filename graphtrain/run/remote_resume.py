@@ -25,6 +25,7 @@ def fetch_newest(
     note: Callable[[str], None],
     *,
     fresh: bool = False,
+    on_hosts: int = 0,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Download the newest checkpoint of the object store if it is newer than every one here.
@@ -36,6 +37,7 @@ def fetch_newest(
             if it is of another run.
         note: Called with lines for the log of the run.
         fresh: Whether the run starts at step 0 in any case.
+        on_hosts: Newest step that the disks of the hosts have together; 0 if they have none.
         progress: Called now and then.
 
     Raises:
@@ -46,7 +48,8 @@ def fetch_newest(
     if settings.remote is None:
         return
     local = [one.step for one in list_local(directory) if one.status == "complete"]
-    newest = max(local, default=0)
+    whole = max(local, default=0)
+    newest = max(whole, on_hosts)
     try:
         remote = RemoteCheckpoints(settings.remote, settings.endpoint, create=True)
         steps = remote.steps()
@@ -60,15 +63,16 @@ def fetch_newest(
             if _fetch(remote, step, directory, check, progress):
                 note(f"downloaded the checkpoint of step {step} from {remote.url}")
                 return
-        if newest and not fresh:
-            check_store(remote, directory, newest)
+        if whole and not fresh:
+            check_store(remote, directory, whole)
     except CacheError as error:
         if not newest:
             raise TrainingError(
                 f"the checkpoints of this run cannot be read, and there is none in {directory}: "
                 f"{error}; correct it, or unset run.checkpoints.remote to start at step 0"
             ) from error
-        warnings.warn(f"resuming from {directory}, step {newest}: {error}", stacklevel=1)
+        place = directory if newest == whole else "the disks of the hosts"
+        warnings.warn(f"resuming from {place}, step {newest}: {error}", stacklevel=1)
         return
     if not newest and steps and not fresh:
         raise TrainingError(

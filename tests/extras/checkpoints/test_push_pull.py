@@ -19,7 +19,7 @@ from graphtrain.cli.checkpoints import command
 from graphtrain.config import load_config
 from graphtrain.config.identity import mathematics
 from graphtrain.config.schema import CheckpointSettings
-from graphtrain.errors import TrainingError
+from graphtrain.errors import CacheError, TrainingError
 from graphtrain.run.remote_resume import fetch_newest
 
 pytest.importorskip("obstore")
@@ -151,6 +151,24 @@ def test_a_run_that_is_further_than_the_store_of_another_one_does_not_start(stor
     run, settings = trained(tmp_path / "run", 7, 30), CheckpointSettings(remote=store)
     with pytest.raises(OtherRun, match=r"run\.seed is 7 and there 0"):
         fetch_newest(run, settings, lambda *_: None, lambda _: None)
+
+
+def test_a_store_that_fails_does_not_hinder_a_run_whose_hosts_have_a_step(
+    store, tmp_path, monkeypatch
+):
+    settings = CheckpointSettings(remote=store)
+
+    def fail(self):
+        raise CacheError("no connection")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RemoteCheckpoints, "steps", fail)
+        with pytest.raises(TrainingError, match=r"cannot be read, and there is none .* no connec"):
+            fetch_newest(tmp_path, settings, lambda *_: None, lambda _: None)
+        with pytest.warns(UserWarning, match=r"from the disks of the hosts, step 900: no connec"):
+            fetch_newest(tmp_path, settings, lambda *_: None, lambda _: None, on_hosts=900)
+    fetch_newest(tmp_path, settings, lambda *_: None, lambda _: None, on_hosts=900)
+    assert not (tmp_path / "checkpoints").exists()  # what the store has is older
 
 
 def test_a_run_uploads_nothing_among_the_checkpoints_of_another_one(runs, store, capsys):
