@@ -1,5 +1,6 @@
 """Blocks of a streamed dataset in a directory that several processes share."""
 
+import errno
 import os
 
 from graphtrain.data.indexed.blocks import block_digest
@@ -31,3 +32,14 @@ def test_what_killed_processes_had_not_written_is_removed(tmp_path):
     os.utime(tmp_path / names[0], (0, 0))
     BlockFiles(tmp_path, DIGESTS, 3, 1)
     assert [path.name for path in tmp_path.iterdir()] == [names[1]]  # another process may write it
+
+
+def test_a_damaged_block_on_a_disk_that_is_read_only_is_absent(tmp_path, monkeypatch):
+    (tmp_path / "1").write_bytes(b"sec0nd")
+    files = BlockFiles(tmp_path, DIGESTS, 3, 1)
+
+    def refuse(path, missing_ok=False):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(type(tmp_path), "unlink", refuse)
+    assert files.read(1) is None and not files.has(1)

@@ -58,7 +58,7 @@ class BlockFiles:
             self._forget(block)
             return None
         if block_digest(data) != self._digests[block]:
-            self._path(block).unlink(missing_ok=True)
+            self._remove(block)
             self._forget(block)
             return None
         with self._lock:
@@ -116,7 +116,11 @@ class BlockFiles:
             surplus = max(0, len(self._stored) - self._most)
             oldest = [self._stored.popitem(last=False)[0] for _ in range(surplus)]
         for block in oldest:
-            self._path(block).unlink(missing_ok=True)
+            self._remove(block)
+
+    def _remove(self, block: int) -> None:
+        with suppress(OSError):  # another process has removed it, or the disk is read-only now
+            self._path(block).unlink()
 
     def _forget(self, block: int) -> None:
         with self._lock:
