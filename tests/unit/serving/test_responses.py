@@ -47,3 +47,12 @@ def test_parts_of_characters_keep_their_bytes(name):
     chat = Answer("chat.completion", "a", tokenizer).chat_logprobs(tokens, 4)["content"][0]
     assert chat["bytes"] == [0xF0]
     assert [top["bytes"] for top in chat["top_logprobs"]] == [[0xF0], [0x9F], [0xA6], [0x80]]
+
+
+def test_a_token_without_text_has_a_list_of_no_bytes():
+    """A stop string may begin with the token; rows beyond the tokenizer's tokens have no text."""
+    tokenizer = ByteTokenizer()
+    choice = TokenChoice(97, -1.0, ((tokenizer.vocab + 5, -0.5),))
+    answer = Answer("chat.completion", "a", tokenizer)
+    [chat] = answer.chat_logprobs([TextToken(choice, 0, cut_text="")], 1)["content"]
+    assert chat["bytes"] == [] and chat["top_logprobs"][0]["bytes"] == []

@@ -129,7 +129,8 @@ class Answer:
 
     def _chat_token(self, token: int, text: str, log_prob: float) -> dict[str, Any]:
         data = self._bytes_of(token, text)
-        return {"token": text, "logprob": _finite(log_prob), "bytes": data and list(data)}
+        numbers = None if data is None else list(data)
+        return {"token": text, "logprob": _finite(log_prob), "bytes": numbers}
 
 
 def completion_choice(
