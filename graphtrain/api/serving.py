@@ -50,7 +50,8 @@ def serve(
         run: Directory or summary of a run, or its configuration in any form.
         host: Address to listen on.
         port: Port to listen on; 0 for any that is free.
-        name: Name of the model; None: that of the directory of the run.
+        name: Name of the model; None: that of the directory of the run, or of the Hugging Face
+            folder in its place.
         adapters: LoRA adapters that requests choose by these names: folders of PEFT, or
             directories of runs with [program.adapter]. Their ranks together must not exceed
             program.serve.total_adapter_rank.
@@ -76,12 +77,13 @@ def serve(
         MissingProgram: a program is not compiled.
         UserError: something else that the user can change; its text says what.
     """
+    from graphtrain.config.hf_folder import served_name
     from graphtrain.run.serving.http.server import ServerSettings
     from graphtrain.run.serving.http.server import serve as serve_model
 
     config = checked_config(run, SERVE, set=set, target=target).config
     settings = ServerSettings(
-        model_name=name or Path(config.run.directory).resolve().name,
+        model_name=name or served_name(config.run.directory, config.run.init_from),
         host=host,
         port=port,
         max_queue=max_queue,

@@ -35,7 +35,10 @@ _KEY_VARIABLE = "GRAPHTRAIN_API_KEY"
 @click.command("serve")
 @config_argument
 @listen_options(8000)
-@click.option("--name", help="Name of the model. [default: name of the run's directory]")
+@click.option(
+    "--name",
+    help="Name of the model. [default: name of the run's directory, or of the Hugging Face folder]",
+)
 @adapters_option
 @click.option(
     "--api-key-file",

@@ -33,8 +33,6 @@ def hf_folder_config(path: Path) -> str | None:
     length = min(first_int(config, _LENGTHS) or _MOST_TOKENS, _MOST_TOKENS)
     dtype = config.get("dtype") or config.get("torch_dtype")
     folder = str(path.absolute())
-    # Not a name that a run may have, whose checkpoints would be read in place of the folder.
-    digest = hashlib.sha256(folder.encode()).hexdigest()[:8]
     document: dict[str, Any] = {
         "program": {
             "model": {"hf": folder},
@@ -42,10 +40,23 @@ def hf_folder_config(path: Path) -> str | None:
             "batch": {"global_batch_size": 8, "seq_len": length},
         },
         "run": {
-            "directory": f"runs/{path.absolute().name}-{digest}",
+            "directory": f"runs/{_directory_name(folder)}",
             "steps": 1,
             "init_from": folder,
             "data": {"train": f"{folder}/no-data"},
         },
     }
     return toml_document(document)
+
+
+def served_name(directory: str, init_from: str | None) -> str:
+    """Return the name of a run's model: that of its directory, or of the folder in its place."""
+    name = Path(directory).resolve().name
+    if init_from is not None and name == _directory_name(init_from):
+        return Path(init_from).name
+    return name
+
+
+def _directory_name(folder: str) -> str:
+    """Return a name that no run may have, whose checkpoints would be read in place of `folder`."""
+    return f"{Path(folder).name}-{hashlib.sha256(folder.encode()).hexdigest()[:8]}"

@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from programs import LLAMA, loaded, program, state_of
 
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Serve
+from graphtrain.errors import TrainingError
 from graphtrain.graphs import names
 from graphtrain.graphs.names import first_prefill_size, graphs_for
 from graphtrain.run.serving.engine import CompiledEngine
@@ -33,8 +35,19 @@ class _Graphs:
         self.used.append(name)
         return self._compiled[name]
 
+    def inputs(self, name, argument):
+        return self._compiled[name].inputs(argument)
+
     def is_loaded(self, name):
         return name in self.loaded
+
+
+def engine_of(of, graphs, scale=1.0):
+    """An engine whose weights are those of seed 0, multiplied by a number."""
+    described = graphs["serve_init"].inputs("parameters")
+    parameters = jax.tree.map(lambda array: array * scale, state_of(of)["parameters"])
+    parameters = xla.to_devices(parameters, described)
+    return CompiledEngine(graphs.served, graphs, parameters, weights_name="random")
 
 
 def continued(engine, slot, prompt, offset=0):
@@ -48,9 +61,7 @@ def test_a_first_prompt_is_continued_as_all_others_are(dtype, monkeypatch):
     monkeypatch.setattr(names, "_FEWEST_LAYERS", 2)
     of = program(serve=dataclasses.replace(SERVE, weights_dtype=dtype))
     graphs = _Graphs(of)
-    described = graphs["serve_init"].inputs("parameters")
-    parameters = xla.to_devices(state_of(of)["parameters"], described)
-    engine = CompiledEngine(graphs.served, graphs, parameters, weights_name="random")
+    engine = engine_of(of, graphs)
     prompt = np.random.default_rng(0).integers(0, 64, 40).tolist()
 
     def of_all() -> list:
@@ -75,6 +86,17 @@ def test_a_first_prompt_is_continued_as_all_others_are(dtype, monkeypatch):
     np.testing.assert_allclose(
         [choice.log_prob for choice in first], [choice.log_prob for choice in later], atol=1e-5
     )
+
+
+def test_logits_of_a_first_prompt_that_are_not_finite_are_an_error(monkeypatch):
+    monkeypatch.setattr(names, "_FEWEST_LAYERS", 2)
+    of = program(serve=dataclasses.replace(SERVE, weights_dtype="bfloat16"))
+    graphs = _Graphs(of)
+    engine = engine_of(of, graphs, scale=float("nan"))
+    with pytest.raises(TrainingError, match="not finite") as failed:
+        engine.prefill(1, [1, 2, 3], 0, GREEDY, prompt=[1, 2, 3])
+    assert graphs.used[-1] == "first_prefill_64"
+    assert "overflow float32" in str(failed.value) and "serve.dtype" not in str(failed.value)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def _read_adapters(
 ) -> list[NamedAdapter]:
     if is_imported(trained.model):
         raise WeightsError(
-            "adapters by name need the native decoder, not model.hf, model.torch or model.flax; "
+            "adapters need the native decoder, not model.hf, model.torch or model.flax; "
             "convert the weights (graphtrain convert hf-to-graphtrain)"
         )
     base = _served_base(trained, run, step)

@@ -470,18 +470,18 @@ class CompiledEngine:
         return TokenChoice(token, log_prob, tuple(top))
 
     def _not_finite(self, adapter: str | None = None) -> TrainingError:
+        dtype = self._program.model.dtype
+        wider = "" if dtype == "float32" else ', or set program.serve.dtype = "float32"'
         if adapter is not None:
             return TrainingError(
                 f"the adapter {adapter!r} on the weights of {self._weights_name} gives logits that "
-                "are not finite, so no token can be chosen; it overflows program.precision.compute,"
-                " unless the weights alone do too. Leave it out, or train it again with a lower "
-                'rate, or set program.serve.dtype = "float32"'
+                f"are not finite, so no token can be chosen; it overflows {dtype}, unless the "
+                f"weights alone do too. Leave it out, or train it again with a lower rate{wider}"
             )
         return TrainingError(
             f"the weights of {self._weights_name} give logits that are not finite, so no token "
-            "can be chosen; they contain values that are not finite, or overflow "
-            "program.precision.compute. Use another checkpoint (--step), convert the weights again,"
-            ' or set program.serve.dtype = "float32"'
+            f"can be chosen; they contain values that are not finite, or overflow {dtype}. "
+            f"Use another checkpoint (--step), or convert the weights again{wider}"
         )
 
     def _shortest_cache(self) -> int:

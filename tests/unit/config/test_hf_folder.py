@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from graphtrain.config import load_config
+from graphtrain.config.hf_folder import served_name
 from graphtrain.config.schema import Mesh, check_pipeline
 from graphtrain.errors import ConfigError
 
@@ -33,6 +34,14 @@ def test_the_model_in_a_folder_is_its_configuration(folder):
     config = load_config(folder, ["program.serve.context_length=4096"])
     assert (config.program.model.dtype, config.program.batch.seq_len) == ("bfloat16", 2048)
     assert config.program.serve.context_length == 4096
+
+
+def test_a_server_has_the_name_of_the_folder(folder):
+    write(folder)
+    run = load_config(folder).run
+    assert served_name(run.directory, run.init_from) == "model"
+    assert served_name("runs/model", run.init_from) == "model"
+    assert served_name("runs/tuned", run.init_from) == served_name("runs/tuned", None) == "tuned"
 
 
 def test_sizes_of_a_model_of_text_and_images_are_those_of_its_text(folder):
