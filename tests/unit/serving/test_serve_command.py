@@ -11,7 +11,8 @@ from graphtrain.cli import serve
 def invoke(monkeypatch, tmp_path):
     """A function that runs the command; returns its result, and the arguments of the server."""
     monkeypatch.setattr(serve, "check", lambda config, *_: config)
-    monkeypatch.delenv("GRAPHTRAIN_API_KEY", raising=False)
+    for variable in ("GRAPHTRAIN_API_KEY", "GRAPHTRAIN_CACHE"):
+        monkeypatch.delenv(variable, raising=False)
 
     def invoke(*words):
         calls = []
