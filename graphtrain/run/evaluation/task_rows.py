@@ -51,7 +51,7 @@ def check_examples(task: Any, data: TaskData) -> None:
     if shots > len(rows):
         raise DataError(
             f"{data.task.name}: {shots} examples are asked for, and the split {data.examples} has "
-            f"{len(rows)} rows; ask for fewer, with --fewshot"
+            f"{len(rows)} rows; ask for fewer, or add rows"
         )
     if isinstance(task.sampler, FirstNSampler):
         rows = rows[: shots + 1]  # one may be the row that is evaluated

@@ -55,6 +55,9 @@ def test_what_is_wrong_with_the_tasks_of_a_run_is_named(found: Found, monkeypatc
     assert "hellaswag: no tasks/" in without_data.message and without_data.kind == "missing_data"
     assert "humaneval runs code" in code.message
     named('run.tasks.data = "nothing": no such', 'run.tasks.data="nothing"', kind="missing_data")
+    named("5 examples are asked for, and the split train has 4 rows", 'run.tasks.names=["gsm8k"]')
+    examples = Path("tasks/gsm8k/train.jsonl")
+    examples.write_text(examples.read_text() * 2)
     named("leaves no room for the prompt in the context of 100", 'run.tasks.names=["gsm8k"]',
           "program.serve.context_length=100")  # fmt: skip
     named("run.tasks does not support program.mesh.context on several hosts",
