@@ -78,7 +78,7 @@ def _walk_inside(
     if equation.primitive.name != "scan":
         results = _walk(inner, operands, found)
     else:
-        first, count = equation.params["num_consts"], equation.params["num_carry"]
+        first, count = _carried(equation.params)
         carried = range(first, first + count)
         operands = [
             _Value(one.names | {_LOOP: None}, one.lines) if index in carried else one
@@ -94,6 +94,14 @@ def _walk_inside(
     ]
     count = len(equation.outvars)
     return unlooped if len(unlooped) == count else [_Value() for _ in range(count)]
+
+
+def _carried(params: dict[str, Any]) -> tuple[int, int]:
+    """Return the index of the first carried operand of a scan, and how many are carried."""
+    if "num_consts" in params:  # jax 0.10
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
 
 
 def _marked_program(equation: Any) -> Jaxpr | None:
