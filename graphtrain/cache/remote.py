@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from graphtrain.errors import CacheError
 from lowering.machine.extras import optional_import
+
+_T = TypeVar("_T")
 
 RETRY_SECONDS = 120.0  # seconds; below the five minutes for which a signed request is valid
 _MAX_RETRIES, _RETRY_DELAY_SECONDS = (
@@ -103,12 +105,7 @@ class ObjectStore:
             UnusableObject: the object is larger than `limit`, or is a special file.
             CacheError: the object cannot be read.
         """
-        patience = _RetryLimit(self._patience)
-        while True:
-            try:
-                return self._get(name, limit)
-            except TransientStoreError as error:
-                patience.wait_or_raise(error)
+        return self._retried(lambda: self._get(name, limit))
 
     def stream(self, name: str, size: int | None, begin: Callable[[], Consume]) -> None:
         """Read a large object in parts, from its beginning again where reading breaks off.
@@ -146,10 +143,14 @@ class ObjectStore:
             UnusableObject: the object does not exist, or has another size.
             CacheError: the object cannot be read.
         """
+        return self._retried(lambda: self._read_range(name, start, length, size))
+
+    def _retried(self, read: Callable[[], _T]) -> _T:
+        """Return what a call reads, which is repeated while the store fails for a time."""
         patience = _RetryLimit(self._patience)
         while True:
             try:
-                return self._read_range(name, start, length, size)
+                return read()
             except TransientStoreError as error:
                 patience.wait_or_raise(error)
 
