@@ -156,6 +156,8 @@ def show(
     from graphtrain.api.programs import plan
     from graphtrain.cli.compile import print_fallbacks, progress
 
+    work = workload(checked.config, tokens, prices)
+    work.check_prices(program.target)
     search_results = _read_search_results(results) if results is not None else []
     with progress() as observe:
         plan_answer = plan(
@@ -167,7 +169,6 @@ def show(
         )
     if html is not None:
         _write_page(html, config, plan_answer, search_results)
-    work = workload(checked.config, tokens, prices)
     if as_json:
         _print_json(plan_answer, pattern, work)
     elif blame:

@@ -54,8 +54,11 @@ def compare(
     from graphtrain.planning.json_output import target_rows
     from graphtrain.planning.targets import compare_targets
     from graphtrain.planning.targets_table import targets_table
+    from lowering.machine.target import Target
 
     work = workload(load_config(config, overrides), tokens, prices)
+    for name in targets:
+        work.check_prices(Target.parse(name))
 
     def vary(change: Sequence[str]) -> "ResolvedProgram":
         return resolve(load_config(config, [*overrides, *change]).program)

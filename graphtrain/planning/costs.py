@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,6 +83,15 @@ class Workload:
         money = [] if self.prices is None else [f">{self.prices.currency}"]
         return [">tokens/s", *days, *money]
 
+    def check_prices(self, target: Target) -> None:
+        """Check that a target has a price, before it is compiled for.
+
+        Raises:
+            PlanError: it has none.
+        """
+        if self.prices is not None:
+            self.prices.hour(target)
+
     def cost(self, target: Target, tokens_per_step: int, time: StepTime | None) -> Cost:
         """Return what the tokens cost on a target with this time of a step."""
         seconds = time.total if time is not None and time.is_complete else None
@@ -133,7 +142,7 @@ class Cost:
     days: float | None = None
     price: float | None = None
     # Measured over predicted time, of 80 % of published steps; None: no step was published.
-    range: tuple[float, float] | None = field(default=None)
+    range: tuple[float, float] | None = None
 
     def between(self, value: float | None) -> str:
         """Return a value with the range in which it is expected."""
