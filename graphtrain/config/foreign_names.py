@@ -52,6 +52,7 @@ NAMES_OF = {
     "program.model.kv_heads": (
         "n_kv_heads num_kv_heads num_key_value_heads num_query_groups base_num_kv_heads"
     ),
+    "program.model.partial_rotary_factor": "rotary_pct rotary_percent rotary_percentage",
     "program.model.head_dim": "kv_channels head_size attention_head_dim d_head",
     "program.model.mlp": (
         "intermediate_size ffn_hidden_size n_inner ffn_dim mlp_dim base_mlp_dim d_ff"

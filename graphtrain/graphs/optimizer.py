@@ -173,10 +173,10 @@ def _clip(limit: float) -> optax.GradientTransformation:
 def _is_matrix(spec: ArraySpec) -> bool:
     """Return whether an array is a matrix, so that weight decay applies to it.
 
-    Norms and biases have one axis beside layers, or are the bias of a matrix whose output has two
-    axes, such as heads and head_dim.
+    Norms and biases have one axis beside layers and experts, or are the bias of a matrix whose
+    output has two axes, such as heads and head_dim.
     """
-    axes = [axis for axis in spec.axes if axis not in ("virtual_stages", "layers")]
+    axes = [axis for axis in spec.axes if axis not in ("virtual_stages", "layers", "experts")]
     return ("embed" in axes or "rank" in axes) and len(axes) > 1
 
 

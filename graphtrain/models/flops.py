@@ -100,7 +100,7 @@ def _biases(model: Model) -> int:
     embed, query, key = _widths(model)
     qkv = query + 2 * key
     hidden = (2 if is_gated(model) else 1) * model.mlp
-    mlp_biases = 0 if model.moe is not None else hidden + embed  # experts have no biases
+    mlp_biases = 0 if model.moe is not None else hidden + embed
     attention = qkv + embed
     biases_per_layer = {
         "none": 0,
@@ -108,14 +108,17 @@ def _biases(model: Model) -> int:
         "attention": attention,
         "all": attention + mlp_biases,
     }
-    return model.layers * biases_per_layer[model.bias]
+    mixture = model.moe
+    of_experts = mixture.experts * (1 + hidden + embed) if mixture and mixture.expert_bias else 0
+    return model.layers * (biases_per_layer[model.bias] + of_experts)
 
 
 def _scales(model: Model) -> int:
     assert model.head_dim
     norms = (4 if model.post_norm else 2) * model.layers + 1 + model.embedding_norm
     heads = 2 * model.layers * model.head_dim if model.qk_norm else 0
-    return (norms * model.embed + heads) * (2 if norm_has_bias(model) else 1)
+    sinks = model.layers * model.heads if model.attention_sinks else 0
+    return (norms * model.embed + heads) * (2 if norm_has_bias(model) else 1) + sinks
 
 
 def _tables(model: Model) -> int:
@@ -131,7 +134,7 @@ def _widths(model: Model) -> tuple[int, int, int]:
 
 def is_gated(model: Model) -> bool:
     """Return whether the MLP is gated: it multiplies two projections of its input."""
-    return model.activation in ("swiglu", "geglu", "geglu_tanh")
+    return model.activation not in ("gelu", "gelu_tanh")
 
 
 def norm_has_bias(model: Model) -> bool:

@@ -1,25 +1,15 @@
 """MLP of a transformer block."""
 
-from functools import partial
-
 import jax
 from flax import nnx
 
 from graphtrain.config.schema import Model
 from graphtrain.models import init
-from graphtrain.models.activations import apply_activation
+from graphtrain.models.activations import ACTIVATIONS, apply_activation
 from graphtrain.models.flops import is_gated
 from graphtrain.models.projection import project, project_many
 from lowering.tracing.constrain import constrain
 from lowering.tracing.recording import record
-
-ACTIVATIONS = {
-    "swiglu": jax.nn.silu,
-    "geglu": partial(jax.nn.gelu, approximate=False),
-    "geglu_tanh": partial(jax.nn.gelu, approximate=True),
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
 
 
 class MLP(nnx.Module):

@@ -27,13 +27,14 @@ from jax.sharding import PartitionSpec
 
 from graphtrain.config.schema import MixtureOfExperts, Model
 from graphtrain.models import init
+from graphtrain.models.activations import ACTIVATIONS
 from graphtrain.models.attention.ring_order import positions
 from graphtrain.models.flops import is_gated
 from graphtrain.models.grouped_matmul import arrange, grouped_matmul
 from graphtrain.models.grouped_matmul_support import BLOCK, why_no_grouped_matmul
 from graphtrain.models.layer_terms import LayerTerms
 from graphtrain.models.lora.layers import plain_array
-from graphtrain.models.mlp import ACTIVATIONS
+from graphtrain.models.matmul import dot
 from graphtrain.models.projection import PROJECTION, project, project_many
 from graphtrain.models.quantized_matmul import parameter_dot
 from lowering.tracing.constrain import constrain, mesh_axes_of, placement
@@ -45,9 +46,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 DROPPED = "dropped_choices"  # metric: fraction of the choices beyond the capacity
-GateUpFunction = Callable[
-    [list[jax.Array]], jax.Array
-]  # products with gate and up -> hidden values
+# Products with gate and up -> hidden values, the input of down.
+GateUpFunction = Callable[[list[jax.Array]], jax.Array]
 
 
 class MixtureMLP(nnx.Module):
@@ -67,7 +67,11 @@ class MixtureMLP(nnx.Module):
         self.down = init.normal(
             model, keys, "experts", "mlp", "embed", scale=(2 * model.layers) ** -0.5
         )
-
+        if self.mixture.expert_bias:
+            for name in self._wide_names():
+                setattr(self, f"{name}_bias", init.zeros(model, "experts", "mlp"))
+            self.down_bias = init.zeros(model, "experts", "embed")
+            self.router_bias = init.zeros(model, "router")
         if self.mixture.shared_expert_mlp is not None:
             for name in self._shared_names():
                 setattr(self, name, init.normal(model, keys, "embed", "shared"))
@@ -85,6 +89,8 @@ class MixtureMLP(nnx.Module):
             scores = parameter_dot(
                 ("router",), "bse,er->bsr", x.astype(jnp.float32), self.router[...], jnp.float32
             )
+            if self.mixture.expert_bias:
+                scores = scores + self.router_bias[...]
             scores = constrain(scores, "batch", "seq", None)
         scores = record("mlp/router", scores, "batch", "seq", None)
         shares, experts = top_k(scores, self.mixture)
@@ -92,10 +98,13 @@ class MixtureMLP(nnx.Module):
         if self.mixture.capacity_factor is None:
             output = self._dropless(x, shares, experts)
         else:
-            output, dropped = self._within_capacity(
-                x, shares, experts, self.mixture.capacity_factor
+            output, kept = self._within_capacity(x, shares, experts, self.mixture.capacity_factor)
+            shares, metrics[DROPPED] = (
+                jnp.where(kept, shares, 0),
+                1 - kept.astype(jnp.float32).mean(),
             )
-            metrics[DROPPED] = dropped
+        if self.mixture.expert_bias:
+            output = output + self._mean_down_bias(shares, experts).astype(output.dtype)
         if self.mixture.shared_expert_mlp is not None:
             output = output + self._shared(x)
         return output, layer_terms(metrics, self.mixture, self.model.layers)
@@ -108,8 +117,7 @@ class MixtureMLP(nnx.Module):
         """
         activate = ACTIVATIONS[self.model.activation]
         projections = project_many(self, self._shared_names(), "bse,em->bsm", x)
-        *gate, up = (constrain(projection, "batch", "seq", "shared") for projection in projections)
-        hidden = activate(gate[0]) * up if gate else activate(up)
+        hidden = activate(*(constrain(each, "batch", "seq", "shared") for each in projections))
         score = (x.astype(jnp.float32) * self.shared_share[...]).sum(-1, keepdims=True)
         share = jax.nn.sigmoid(score).astype(x.dtype)
         return project(self, "shared_down", "bsm,me->bse", hidden) * share
@@ -128,7 +136,7 @@ class MixtureMLP(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Apply the experts with a fixed number of slots per sequence and expert.
 
-        Returns the output, and the fraction of the choices that are dropped.
+        Returns the output, and which of the choices are not dropped.
 
         Args:
             x: Tokens (batch, seq, embed).
@@ -161,8 +169,7 @@ class MixtureMLP(nnx.Module):
         choice_outputs = jnp.take_along_axis(outputs, slots.reshape(len(x), -1, 1), axis=1)
         choice_outputs = choice_outputs.reshape(*slots.shape, -1)
         share = jnp.where(in_capacity, shares, 0).astype(x.dtype)
-        output = jnp.einsum("bske,bsk->bse", choice_outputs, share)
-        return output, 1 - in_capacity.astype(jnp.float32).mean()
+        return jnp.einsum("bske,bsk->bse", choice_outputs, share), in_capacity
 
     def _experts(self, buffer: jax.Array) -> jax.Array:
         """Apply every expert to its slots, (batch, experts, capacity, embed), of the same shape."""
@@ -174,8 +181,9 @@ class MixtureMLP(nnx.Module):
             )
             for name in self._wide_names()
         ]
-        *gate, up = (checkpoint_name(projection, PROJECTION) for projection in projections)
-        hidden = activate(gate[0]) * up if gate else activate(up)
+        projections = [checkpoint_name(projection, PROJECTION) for projection in projections]
+        biases = [bias[:, None] for bias in self._wide_biases()]
+        hidden = activate(*_add_biases(projections, biases))
         product = parameter_dot(
             ("down", "experts"), "bxcm,xme->bxce", hidden, self._weights("down")
         )
@@ -186,11 +194,22 @@ class MixtureMLP(nnx.Module):
         activate = ACTIVATIONS[self.model.activation]
 
         def combine(projections: list[jax.Array]) -> jax.Array:
-            *gate, up = projections
-            return activate(gate[0]) * up if gate else activate(up)
+            return activate(*projections)
 
         gate_up, down = [self._weights(name) for name in self._wide_names()], self._weights("down")
-        return dropless_experts(combine, x, shares, experts, gate_up, down)
+        biases = self._wide_biases()
+        return dropless_experts(combine, x, shares, experts, gate_up, down, biases)
+
+    def _wide_biases(self) -> list[jax.Array]:
+        """Return the biases (experts, mlp) of gate and up, or of up alone; [] without biases."""
+        if not self.mixture.expert_bias:
+            return []
+        return [getattr(self, f"{name}_bias")[...] for name in self._wide_names()]
+
+    def _mean_down_bias(self, shares: jax.Array, experts: jax.Array) -> jax.Array:
+        """Return the mean of the chosen experts' down biases (batch, seq, embed), by weight."""
+        chosen = jax.nn.one_hot(experts, self.mixture.experts) * shares[..., None]
+        return dot("bsx,xe->bse", chosen.sum(-2), self.down_bias[...])
 
 
 def dropless_experts(
@@ -200,6 +219,7 @@ def dropless_experts(
     experts: Int[Array, "batch seq choices"],
     gate_up: list[jax.Array],
     down: jax.Array,
+    biases: list[jax.Array] | None = None,
 ) -> Float[Array, "batch seq embed"]:
     """Apply to each token the experts that it chose, without dropping any (dropless MoE).
 
@@ -210,7 +230,9 @@ def dropless_experts(
         experts: Indices of the chosen experts.
         gate_up: Gate and up weights, or up alone, each (experts, embed, mlp).
         down: Down weights (experts, mlp, embed).
+        biases: Biases (experts, mlp) of the products with `gate_up`; without them, there are none.
     """
+    biases = biases or []
     context = placement()
     run = partial(_sorted_experts, combine)
     tokens, expert_axes, mlp_axes = (
@@ -220,18 +242,19 @@ def dropless_experts(
     )
     axes = {name for names in (*tokens, expert_axes, mlp_axes) if names for name in names}
     if context is None or not axes:
-        return run((), (), x, shares, experts, gate_up, down)
+        return run((), (), x, shares, experts, gate_up, down, biases)
     token_spec = PartitionSpec(*tokens)
     gate_up_spec = PartitionSpec(expert_axes or None, None, mlp_axes or None)
     down_spec = PartitionSpec(expert_axes or None, mlp_axes or None)
+    weight_specs = [gate_up_spec] * len(gate_up), down_spec, [down_spec] * len(biases)
     return jax.shard_map(
         partial(run, expert_axes, mlp_axes),
         mesh=context.current_mesh,
-        in_specs=(token_spec, token_spec, token_spec, [gate_up_spec] * len(gate_up), down_spec),
+        in_specs=(token_spec, token_spec, token_spec, *weight_specs),
         out_specs=token_spec,
         axis_names=axes,
         check_vma=False,
-    )(x, shares, experts, gate_up, down)
+    )(x, shares, experts, gate_up, down, biases)
 
 
 def top_k(
@@ -312,6 +335,7 @@ def _sorted_experts(
     experts: jax.Array,
     gate_up_weights: list[jax.Array],
     down: jax.Array,
+    biases: list[jax.Array],
 ) -> jax.Array:
     """Apply the experts of this device to the tokens of all devices that share them.
 
@@ -324,6 +348,7 @@ def _sorted_experts(
         experts: Global indices of their chosen experts (batch, seq, choices).
         gate_up_weights: This device's shard of the gate and up weights.
         down: This device's shard of the down weights.
+        biases: This device's shard of the biases of gate and up; [] without biases.
     """
     shape = x.shape
     tokens = [array.reshape(-1, array.shape[-1]) for array in (x, shares, experts)]
@@ -340,7 +365,7 @@ def _sorted_experts(
         if _has_grouped_matmul(down, experts.size)
         else _experts_by_ragged_product
     )
-    total = apply(combine, x, local_shares, local_experts, gate_up_weights, down, shards)
+    total = apply(combine, x, local_shares, local_experts, gate_up_weights, down, biases, shards)
     if mlp_axes:
         total = jax.lax.psum(total, mlp_axes)
     if expert_axes:
@@ -375,6 +400,7 @@ def _experts_by_ragged_product(
     experts: jax.Array,
     gate_up_weights: list[jax.Array],
     down: jax.Array,
+    biases: list[jax.Array],
     shards: int,
 ) -> jax.Array:
     """Return each token's float32 sum over its choices of this device's experts.
@@ -386,6 +412,7 @@ def _experts_by_ragged_product(
         experts: Chosen experts, counted on this device; its number of experts for others.
         gate_up_weights: Gate and up weights of this device's experts.
         down: Down weights of this device's experts.
+        biases: Biases of gate and up of this device's experts; [] without biases.
         shards: Number of devices over which the experts are sharded.
     """
     del shards
@@ -395,7 +422,9 @@ def _experts_by_ragged_product(
     sizes = (sort_key[:, None] == jnp.arange(len(down))).sum(0, dtype=jnp.int32)
     rows = jnp.take(x, order // chosen, axis=0)
     product = partial(_ragged, sizes=sizes)
-    hidden = combine([checkpoint_name(product(rows, w), PROJECTION) for w in gate_up_weights])
+    projections = [checkpoint_name(product(rows, w), PROJECTION) for w in gate_up_weights]
+    of_rows = [jnp.take(bias, sort_key[order], axis=0, mode="clip") for bias in biases]
+    hidden = combine(_add_biases(projections, of_rows))
     out = checkpoint_name(product(hidden, down), PROJECTION).astype(jnp.float32)
     share = shares.reshape(-1)[order]
     return jnp.zeros((len(x), out.shape[-1])).at[order // chosen].add(out * share[:, None])
@@ -408,6 +437,7 @@ def _experts_in_blocks(
     experts: jax.Array,
     gate_up_weights: list[jax.Array],
     down: jax.Array,
+    biases: list[jax.Array],
     shards: int,
 ) -> jax.Array:
     """Return what _experts_by_ragged_product does, with grouped matrix products."""
@@ -426,11 +456,20 @@ def _experts_in_blocks(
         out = grouped_matmul(rows, weights.astype(rows.dtype), blocks, expected)
         return checkpoint_name(out, PROJECTION)
 
-    hidden = combine([product(rows, weights) for weights in gate_up_weights])
+    of_rows = [jnp.repeat(bias[blocks.experts], BLOCK, axis=0) for bias in biases]
+    hidden = combine(_add_biases([product(rows, each) for each in gate_up_weights], of_rows))
     out = product(hidden, down)
     choices = jnp.take(out, blocks.slots, axis=0, mode="fill", fill_value=0)
     choices = choices.reshape(*experts.shape, -1).astype(jnp.float32)
     return (choices * shares[..., None]).sum(1)
+
+
+def _add_biases(products: list[jax.Array], biases: list[jax.Array]) -> list[jax.Array]:
+    """Add biases to products, whose gradients are summed in float32; [] changes nothing."""
+    if not biases:
+        return products
+    pairs = zip(products, biases, strict=True)
+    return [(x.astype(jnp.float32) + bias).astype(x.dtype) for x, bias in pairs]
 
 
 def _ragged(rows: jax.Array, expert_weights: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -53,6 +53,8 @@ def _attention(model: Model) -> dict[str, ArraySpec]:
         arrays["value_bias"] = _array(model, "kv_heads", "head_dim")
     if model.bias in ("attention", "all"):
         arrays["output_bias"] = _array(model, "embed")
+    if model.attention_sinks:
+        arrays["sinks"] = _array(model, "heads")
     if model.qk_norm:
         for norm in ("query_norm", "key_norm"):
             norm_arrays = _norm(model, "head_dim")
@@ -83,6 +85,10 @@ def _experts(model: Model) -> dict[str, ArraySpec]:
         **{name: _array(model, "experts", "embed", "mlp") for name in names},
         "down": _array(model, "experts", "mlp", "embed"),
     }
+    if model.moe.expert_bias:
+        arrays |= {f"{name}_bias": _array(model, "experts", "mlp") for name in names}
+        arrays["down_bias"] = _array(model, "experts", "embed")
+        arrays["router_bias"] = _array(model, "router")
     if model.moe.shared_expert_mlp is not None:
         arrays |= {f"shared_{name}": _array(model, "embed", "shared") for name in names}
         arrays["shared_down"] = _array(model, "shared", "embed")

@@ -60,6 +60,13 @@ def test_loss_and_gradients_equal_those_of_one_device(way, mixture):
     assert_close(loss_and_gradients(split), loss_and_gradients(mixed(mixture, batch=batch)))
 
 
+@pytest.mark.parametrize("mixture", [DROPLESS, ROOMY], ids=["dropless", "capacity"])
+def test_biases_of_experts_have_the_gradients_of_one_device(mixture):
+    biased = dataclasses.replace(mixture, expert_bias=True)
+    split = mixed(biased, target="cpu:8", mesh=WAYS["expert, data, tensor"])
+    assert_close(loss_and_gradients(split), loss_and_gradients(mixed(biased)))
+
+
 @pytest.mark.parametrize("way", ["expert, tensor, sequence", "expert, fsdp"])
 def test_an_expert_that_every_token_has_is_split_as_an_mlp(way):
     shared = dataclasses.replace(DROPLESS, shared_expert_mlp=24)

@@ -27,7 +27,9 @@ Remat = Literal["none", "attention", "dots", "full", "offload"]
 # never stores the scores. auto: flash if the target has a kernel for the model, else dense.
 AttentionImplementation = Literal["auto", "flash", "dense"]
 
-Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
+RotaryFraction = Annotated[float, Field(gt=0, le=1)]
+
+Activation = Literal["swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -40,6 +42,7 @@ class MixtureOfExperts:
     experts: Annotated[int, Field(ge=2)]  # number of experts in a layer
     experts_per_token: Positive = 2  # experts that process each token (top-k)
     normalize_topk: bool = True  # scale the gate weights of a token's experts to sum to 1
+    expert_bias: bool = False  # router and experts add a bias to their products (gpt-oss)
     shared_expert_mlp: Width | None = None  # hidden width of a gated expert for every token
     capacity_factor: PositiveFloat | None = None  # tokens per expert over the mean; unset: dropless
     balance_loss: NotNegativeFloat = 0.01  # weight of Switch's loss (arxiv.org/abs/2101.03961)
@@ -123,6 +126,7 @@ class Model:
     positions: Literal["rope", "learned", "alibi"] = "rope"  # position encoding
     rope_theta: PositiveFloat = 10_000.0  # base of the rotary angles
     rope_scaling: RopeScaling | None = None  # scaling of the rotary angles; unset: none
+    partial_rotary_factor: RotaryFraction = 1.0  # part of head_dim, from its start, that is rotated
     sliding_window: Positive | None = None  # tokens a query attends to; unset: all before it
     global_attention_every: Positive | None = None  # every n-th layer has no window; unset: none
     sliding_window_rope_theta: PositiveFloat | None = None  # rope_theta of layers with a window
@@ -131,6 +135,7 @@ class Model:
     norm_epsilon: PositiveFloat = 1e-5  # added to the variance
     rms_norm_offset: bool = False  # norms multiply by 1 + scale, and scale starts at 0 (Gemma)
     embedding_norm: bool = False  # normalize the output of the embedding (Bloom)
+    attention_sinks: bool = False  # a learned logit per head takes part in the softmax (gpt-oss)
     qk_norm: bool = False  # normalize queries and keys over head_dim (Qwen3, Gemma 3)
     post_norm: bool = False  # normalize the outputs of attention and MLP as well (Gemma 2)
     activation: Activation = "swiglu"  # of the MLP; the *glu ones have a gate
@@ -155,6 +160,12 @@ class Model:
         """Number of rows of the embedding that stand for a token."""
         return self.vocab - (self.vocab_padding or 0)
 
+    @property
+    def rotary_dim(self) -> int:
+        """Number of dimensions of a head that rotary positions rotate."""
+        assert self.head_dim
+        return int(self.head_dim * self.partial_rotary_factor)
+
     def __post_init__(self) -> None:
         if self.vocab_tokens < 1:
             raise ValueError(
@@ -176,9 +187,18 @@ class Model:
             raise ValueError(
                 f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}"
             )
-        if self.positions == "rope" and self.head_dim % 2:
+        if self.positions == "rope":
+            self._check_rotary_dim()
+
+    def _check_rotary_dim(self) -> None:
+        if self.partial_rotary_factor == 1 and self.rotary_dim % 2:
             raise ValueError(
                 f"head_dim = {self.head_dim} is odd; rotary positions rotate pairs of dimensions"
+            )
+        if self.rotary_dim == 0 or self.rotary_dim % 2:
+            raise ValueError(
+                f"partial_rotary_factor = {self.partial_rotary_factor} rotates {self.rotary_dim} "
+                f"of head_dim = {self.head_dim} dimensions; choose one that rotates an even number"
             )
 
     def _check_activation(self) -> None:
@@ -198,12 +218,14 @@ class Model:
             raise ValueError('max_position_embeddings is only for positions = "learned"; remove it')
         if self.positions != "rope" and self.rope_scaling is not None:
             raise ValueError('rope_scaling is only for positions = "rope"; remove it')
+        if self.positions != "rope" and self.partial_rotary_factor != 1:
+            raise ValueError('partial_rotary_factor is only for positions = "rope"; remove it')
         for name in ("short_factor", "long_factor"):
             divisors = getattr(self.rope_scaling, name, None)
-            if divisors is not None and 2 * len(divisors) != self.head_dim:
+            if divisors is not None and 2 * len(divisors) != self.rotary_dim:
                 raise ValueError(
-                    f"rope_scaling.{name} has {len(divisors)} numbers; "
-                    f"head_dim = {self.head_dim} needs {(self.head_dim or 0) // 2}"
+                    f"rope_scaling.{name} has {len(divisors)} numbers; head_dim = {self.head_dim} "
+                    f"needs {self.rotary_dim // 2}, one for each pair of rotated dimensions"
                 )
         for name in ("global_attention_every", "sliding_window_rope_theta"):
             if self.sliding_window is None and getattr(self, name) is not None:

@@ -25,6 +25,7 @@ from graphtrain.models.attention.score_mods import (
     transform_scores,
 )
 from graphtrain.models.attention.segment_mask import segment_ids
+from graphtrain.models.attention.sinks import add_sinks, by_group, sink_gradients
 from graphtrain.models.matmul import dot
 from lowering.tracing.cpu_hints import cast_round_to_even, materialize
 
@@ -51,6 +52,7 @@ class Residuals(NamedTuple):
     value: jax.Array
     mixed: jax.Array  # attention output (batch, seq, heads, head_dim)
     log_sum: jax.Array  # log-sum-exp of each row of scores (batch, kv_heads, query, group)
+    sinks: jax.Array | None  # logits of attention sinks (heads,), which log_sum includes
     hiding: Masks
 
 
@@ -60,29 +62,35 @@ def blockwise_attention(
     value: Float[Array, "batch seq kv_heads head_dim"],
     scoring: ScoreTransform,
     window: jax.Array | None = None,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Compute `dot_product_attention` of sequences that start at position 0.
 
-    `window` is the sliding window in positions; without it, a query sees all earlier keys.
+    `window` is the sliding window in positions; without it, a query sees all earlier keys. `sinks`
+    are the logits of each query head's attention sink; without them, there are none.
     """
 
     @jax.custom_vjp
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, masks: Masks) -> jax.Array:
-        return forward(query, key, value, masks)[0]
+    def attend(
+        query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None, masks: Masks
+    ) -> jax.Array:
+        return forward(query, key, value, sinks, masks)[0]
 
     def forward(
-        query: jax.Array, key: jax.Array, value: jax.Array, masks: Masks
+        query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None, masks: Masks
     ) -> tuple[jax.Array, Residuals]:
         queries, keys, values = _fold(query, key.shape[2]), _fold_keys(key), _fold_keys(value)
         output, log_sum = _attend(queries, keys, values, scoring, masks)
+        if sinks is not None:
+            output, log_sum = add_sinks(output, log_sum, by_group(sinks, key.shape[2]))
         out = _unfold(output.astype(query.dtype))
-        return out, Residuals(queries, keys, values, out, log_sum, masks)
+        return out, Residuals(queries, keys, values, out, log_sum, sinks, masks)
 
     def backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
         return *_gradients(residuals, gradient, scoring), None
 
     attend.defvjp(forward, backward)
-    return attend(query, key, value, Masks(window, segment_ids()))
+    return attend(query, key, value, sinks, Masks(window, segment_ids()))
 
 
 def _attend(
@@ -104,9 +112,9 @@ def _attend(
 
 def _gradients(
     residuals: Residuals, gradient: jax.Array, scoring: ScoreTransform
-) -> tuple[jax.Array, ...]:
-    """Return the gradients of queries, keys and values, in the model's shapes."""
-    query, key, value, output, log_sum, masks = residuals
+) -> tuple[jax.Array | None, ...]:
+    """Return the gradients of queries, keys, values and sinks, in the model's shapes."""
+    query, key, value, output, log_sum, sinks, masks = residuals
     dtype, length = query.dtype, query.shape[2]
     products = gradient.astype(jnp.float32) * output.astype(jnp.float32)
     mean = _fold(products.sum(-1, keepdims=True), key.shape[1])[..., 0]
@@ -132,7 +140,11 @@ def _gradients(
         jnp.moveaxis(jnp.asarray(x).astype(dtype), 3, 1) for x in (grad_key, grad_value)
     )
     # The backward pass of the rotary embedding comes next, and reads each element twice.
-    return materialize((_unfold(jnp.concatenate(grad_query, 2)), grad_key, grad_value))
+    grads = materialize((_unfold(jnp.concatenate(grad_query, 2)), grad_key, grad_value))
+    if sinks is None:
+        return (*grads, None)
+    by_query = sink_gradients(log_sum, mean, by_group(sinks, key.shape[1]))
+    return (*grads, by_query.sum((0, 2)).reshape(sinks.shape).astype(sinks.dtype))
 
 
 def _scores(

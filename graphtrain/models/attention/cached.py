@@ -32,6 +32,7 @@ def attend_to_cache(
     scoring: ScoreTransform,
     window: int | jax.Array | None = None,
     implementation: AttentionImplementation = "auto",
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Add new tokens to a layer's KV cache, and return their attention to all of their sequence.
 
@@ -46,11 +47,12 @@ def attend_to_cache(
         scoring: Transformation of query-key products into scores.
         window: Sliding window in positions; without it, a query sees all earlier keys.
         implementation: "dense" never uses a kernel.
+        sinks: Logit of each query head's attention sink; without them, there are none.
     """
     rows, target = cache_rows(), traced_target()
     assert rows is not None
     if rows.packed is not None:
-        output = attend_packed(cache, query, key, value, rows, scoring, window)
+        output = attend_packed(cache, query, key, value, rows, scoring, window, sinks)
         return constrain(output, "batch", "seq", "heads", "head_dim")
     cache.update(key, value)
     _check_window(cache, query.shape[1], rows, window)
@@ -60,12 +62,13 @@ def attend_to_cache(
         head_dim=query.shape[3],
         window=window is not None,
         alibi=scoring.slopes is not None,
+        sinks=sinks is not None,
     )
     use_kernel = target and uses_paged_kernel(implementation, spec, target)
     if target and use_kernel and heads_match(key.shape[2]):
         output = paged_attention(cache, query, rows, scoring, target.platform)
     else:
-        output = _attend_by_products(cache, query, rows, scoring, window)
+        output = _attend_by_products(cache, query, rows, scoring, window, sinks)
     return constrain(output, "batch", "seq", "heads", "head_dim")
 
 
@@ -84,6 +87,7 @@ def _attend_by_products(
     rows: CacheRows,
     scoring: ScoreTransform,
     window: int | jax.Array | None,
+    sinks: Float[Array, " heads"] | None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Return the attention of new tokens by products with the whole cache.
 
@@ -117,7 +121,7 @@ def _attend_by_products(
         if rolling:  # the first and the last may be the same one
             last = jnp.minimum(last, first + cached_length // block)
         carry = jax.lax.fori_loop(first, last, add_block, carry)
-    return attention_of(carry, query)
+    return attention_of(carry, query, sinks)
 
 
 def _distance(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from graphtrain.models.attention.score_mods import ScoreTransform, transform_scores
 from graphtrain.models.attention.segment_mask import mask_other_segments
+from graphtrain.models.attention.sinks import by_group
 from graphtrain.models.matmul import dot
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def dot_product_attention(
     value: Float[Array, "batch kv_seq kv_heads head_dim"],
     scoring: ScoreTransform | None = None,
     window: jax.Array | None = None,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Compute causal attention in which groups of query heads share one key and value head.
 
@@ -34,11 +36,12 @@ def dot_product_attention(
         scoring: Transformation of query-key products into scores; by default, division by the
             square root of head_dim.
         window: Sliding window in positions; without it, a query sees all earlier keys.
+        sinks: Logit of each query head's attention sink; without them, there are none.
 
     Source: Ainslie et al. 2023, "GQA", section 2.2, https://arxiv.org/abs/2305.13245
     """
     scoring = scoring or ScoreTransform(query.shape[-1] ** -0.5)
-    return average_values(masked_scores(query, key, scoring, window), value)
+    return average_values(masked_scores(query, key, scoring, window), value, sinks)
 
 
 def masked_scores(
@@ -62,8 +65,15 @@ def masked_scores(
 def average_values(
     scores: Float[Array, "batch kv_heads query group key"],
     value: Float[Array, "batch key kv_heads head_dim"],
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch query heads head_dim"]:
-    """Return the values' mean, weighted by the softmax of the scores."""
-    output = dot("bhqgk,bkhd->bqhgd", jax.nn.softmax(scores, axis=-1), value)
+    """Return the values' mean, weighted by the softmax of the scores and the sinks."""
+    if sinks is None:
+        probs = jax.nn.softmax(scores, axis=-1)
+    else:
+        log_sum = jax.nn.logsumexp(scores, axis=-1)
+        total = jnp.logaddexp(log_sum, by_group(sinks, scores.shape[1]))
+        probs = jnp.exp(scores - total[..., None])
+    output = dot("bhqgk,bkhd->bqhgd", probs, value)
     batch, length, kv_heads, group, head_dim = output.shape
     return output.reshape(batch, length, kv_heads * group, head_dim)

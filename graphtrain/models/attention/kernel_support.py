@@ -32,6 +32,7 @@ class AttentionSpec:
     window_varies_by_layer: bool = False  # only some layers have the window
     soft_cap: bool = False  # soft cap of scores
     alibi: bool = False  # ALiBi
+    sinks: bool = False  # attention sinks
     sharded_positions: bool = False  # positions are sharded: ring attention
     per_replica: bool = False  # gradients are computed for each data-parallel replica separately
 
@@ -54,6 +55,7 @@ class AttentionSpec:
             window_varies_by_layer=model.global_attention_every is not None,
             soft_cap=model.attn_logit_softcap is not None,
             alibi=model.positions == "alibi",
+            sinks=model.attention_sinks,
             sharded_positions=sharded_positions,
             per_replica=per_replica,
         )
@@ -113,6 +115,8 @@ def why_no_kernel(spec: AttentionSpec, target: Target) -> str:
         return f"kernels compute in bfloat16, and program.precision.compute is {spec.dtype}"
     if spec.alibi:
         return "kernels do not support ALiBi"
+    if spec.sinks:
+        return "kernels do not support attention sinks"
     if spec.window_varies_by_layer:
         return (
             "kernels support one window for all layers, and global_attention_every makes some "
@@ -141,7 +145,7 @@ def uses_paged_kernel(
     return (
         spec.length == 1
         and spec.dtype == "bfloat16"
-        and not (spec.window or spec.alibi)
+        and not (spec.window or spec.alibi or spec.sinks)
         and spec.head_dim in _PAGED_HEAD_DIMS[target.platform]
     )
 

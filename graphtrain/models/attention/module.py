@@ -52,6 +52,8 @@ class Attention(nnx.Module):
             self.value_bias = init.zeros(model, "kv_heads", "head_dim")
         if model.bias in ("attention", "all"):
             self.output_bias = init.zeros(model, "embed")
+        if model.attention_sinks:
+            self.sinks = init.zeros(model, "heads")
         if model.qk_norm:
             self.query_norm, self.key_norm = Norm(model, "head_dim"), Norm(model, "head_dim")
 
@@ -83,12 +85,14 @@ class Attention(nnx.Module):
             key = record("attention/rotated_key", key, "batch", "seq", "kv_heads", "head_dim")
         model = self.model
         scoring, window = ScoreTransform.of(model), self._window(full)
+        sinks = self.sinks[...] if model.attention_sinks else None
         if isinstance(cache := layer_cache(), LayerCache):
-            output = attend_to_cache(cache, query, key, value, scoring, window, model.attention)
-        else:
-            output = attend(
-                query, key, value, scoring, window, model.remat, model.unroll, model.attention
+            output = attend_to_cache(
+                cache, query, key, value, scoring, window, model.attention, sinks
             )
+        else:
+            how = model.remat, model.unroll, model.attention
+            output = attend(query, key, value, scoring, window, *how, sinks)
         output = record("attention/context", output, "batch", "seq", "heads", "head_dim")
         return project(self, "output", "bshd,hde->bse", output)
 
@@ -110,6 +114,7 @@ def attend(
     remat: str = "none",
     unroll: int = 1,
     implementation: AttentionImplementation = "auto",
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Compute causal attention by the implementation that the rules and the target determine.
 
@@ -125,6 +130,7 @@ def attend(
         unroll: Number of layers unrolled in each iteration of the scan over layers.
         implementation: "flash" requires the target's kernel, "auto" uses it where there is one,
             "dense" never does.
+        sinks: Logit of each query head's attention sink; without them, there are none.
 
     Raises:
         LoweringError: the kernel is required and there is none; the message has the reason.
@@ -134,20 +140,26 @@ def attend(
         _to_attention_sharding(key, KEY_AXES),
         _to_attention_sharding(value, KEY_AXES),
     )
-    target = None if uses_fused_operator(transform) else traced_target()
-    if target and uses_flash_kernel(implementation, _spec(arrays[0], transform, window), target):
+    use_operator = sinks is None and uses_fused_operator(transform)
+    target = None if use_operator else traced_target()
+    spec = _spec(arrays[0], transform, window, sinks)
+    if target and uses_flash_kernel(implementation, spec, target):
         static_window = None if window is None else int(window)
         return _to_projection_sharding(
             flash_attention(*arrays, transform, target.platform, static_window), QUERY_AXES
         )
     traced_window = None if window is None else jnp.asarray(window, jnp.int32)
+    split_sinks = None if sinks is None else _sinks_to_attention_sharding(sinks)
     return _to_projection_sharding(
-        _without_kernel(*arrays, transform, traced_window, remat, unroll), QUERY_AXES
+        _without_kernel(*arrays, transform, traced_window, remat, unroll, split_sinks), QUERY_AXES
     )
 
 
 def _spec(
-    query: jax.Array, scoring: ScoreTransform, window: int | jax.Array | None
+    query: jax.Array,
+    scoring: ScoreTransform,
+    window: int | jax.Array | None,
+    sinks: jax.Array | None,
 ) -> AttentionSpec:
     return AttentionSpec(
         dtype=query.dtype.name,
@@ -157,6 +169,7 @@ def _spec(
         window_varies_by_layer=isinstance(window, jax.Array),
         soft_cap=scoring.cap is not None,
         alibi=scoring.slopes is not None,
+        sinks=sinks is not None,
         sharded_positions=bool(mesh_axes_of("q_seq") or ring_axes()),
         per_replica=bool(jax.typeof(query).mat.varying),
     )
@@ -170,18 +183,19 @@ def _without_kernel(
     window: jax.Array | None,
     remat: str,
     unroll: int,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """Compute attention without a kernel: by a ring, a fused region, CPU blocks, or all scores."""
     if ring := ring_axes():
-        return ring_attention(query, key, value, scoring, ring, window)
-    if uses_fused_operator(scoring):
+        return ring_attention(query, key, value, scoring, ring, window, sinks)
+    if sinks is None and uses_fused_operator(scoring):
         return fused_attention(query, key, value, scoring, window)
     if on_cpu():
-        return blockwise_attention(query, key, value, scoring, window)
+        return blockwise_attention(query, key, value, scoring, window, sinks)
     dense_attention = partial(dot_product_attention, scoring=scoring)
     if remat == "attention":  # recompute the scores, the largest array
         dense_attention = jax.checkpoint(dense_attention, prevent_cse=unroll > 1)
-    return dense_attention(query, key, value, window=window)
+    return dense_attention(query, key, value, window=window, sinks=sinks)
 
 
 # Array axes inside attention: positions, heads, and the heads within one shard of the heads axis.
@@ -205,6 +219,12 @@ def _to_attention_sharding(
     x = constrain(x, "batch", "seq", heads, None, "head_dim")
     x = constrain(x, "batch", positions, heads, attention_axis, "head_dim")
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _sinks_to_attention_sharding(sinks: Float[Array, " heads"]) -> Float[Array, " heads"]:
+    """Reshard sinks as _to_attention_sharding does the query heads."""
+    split = constrain(sinks.reshape(shards_of("heads"), -1), "heads", None)
+    return constrain(split, "heads", "attention_heads").reshape(-1)
 
 
 def _to_projection_sharding(

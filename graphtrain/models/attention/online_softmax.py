@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.models.attention.score_mods import ScoreTransform, transform_scores
+from graphtrain.models.attention.sinks import by_group
 from graphtrain.models.matmul import dot
 
 if TYPE_CHECKING:
@@ -75,8 +76,16 @@ def add_keys(
     )
 
 
-def attention_of(sums: Sums, query: jax.Array) -> jax.Array:
-    """Return the attention of `query` (batch, seq, heads, head_dim) from its complete sums."""
-    _, total, output = sums
+def attention_of(sums: Sums, query: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """Return the attention of `query` (batch, seq, heads, head_dim) from its complete sums.
+
+    `sinks` (heads,) are the logits of attention sinks; without them, there are none.
+    """
+    largest, total, output = sums
+    if sinks is not None:
+        logits = by_group(sinks, total.shape[1])[..., None]
+        highest = jnp.maximum(largest, logits)
+        scale = jnp.exp(largest - highest)
+        total, output = total * scale + jnp.exp(logits - highest), output * scale
     output = (output / total).astype(query.dtype).transpose(0, 2, 1, 3, 4)
     return output.reshape(query.shape)

@@ -38,6 +38,7 @@ def attend_packed(
     rows: CacheRows,
     scoring: ScoreTransform,
     window: int | jax.Array | None,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Return the attention of packed tokens to the prefix in the KV cache and to their own text."""
     packed, layout = rows.packed, rows.layout
@@ -65,7 +66,7 @@ def attend_packed(
     else:
         distance = _within_texts(packed, packed)
         sums = add_keys(sums, grouped, key, value, (_NEW, _NEW), distance, scoring, window)
-    return attention_of(sums, query)
+    return attention_of(sums, query, sinks)
 
 
 def _add_texts_by_tiles(

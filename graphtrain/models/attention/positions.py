@@ -22,10 +22,11 @@ def rotate(
     frequencies: Float[Array, " half"],
     factor: float | jax.Array = 1.0,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Apply rotary position embedding: rotate each pair (i, i + head_dim / 2) by its angle.
+    """Apply rotary position embedding: rotate each pair (i, i + half) by its angle.
 
     An angle is position times frequency; sines and cosines are multiplied by `factor`. Angles are
-    computed in float32 by the program, which stores no table.
+    computed in float32 by the program, which stores no table. Dimensions of a head beyond twice the
+    number of frequencies are returned as they are.
 
     Source: Su et al. 2021, "RoFormer", equation 34, https://arxiv.org/abs/2104.09864; the pairs are
     Hugging Face Llama's: halves, not neighbours.
@@ -35,9 +36,11 @@ def rotate(
     if not (isinstance(factor, float) and factor == 1):
         cos, sin = cos * factor, sin * factor
     cos, sin = materialize((cos, sin))  # not again for each head
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned, others = x[..., : 2 * len(frequencies)], x[..., 2 * len(frequencies) :]
+    first, second = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    rotated = rotated.astype(x.dtype)
+    return rotated if not others.size else jnp.concatenate([rotated, others], axis=-1)
 
 
 def frequencies(
@@ -52,8 +55,7 @@ def frequencies(
 
     Source: Su et al. 2021, "RoFormer", section 3.2.2, https://arxiv.org/abs/2104.09864
     """
-    assert model.head_dim
-    half, scaling = model.head_dim // 2, model.rope_scaling
+    half, scaling = model.rotary_dim // 2, model.rope_scaling
     global_frequencies = scaled_frequencies(model.rope_theta, half, scaling, length)
     factor = attention_factor(scaling)
     if model.sliding_window_rope_theta is None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ from graphtrain.models.attention.ring_blocks import (
     untile_queries,
 )
 from graphtrain.models.attention.score_mods import ScoreTransform
+from graphtrain.models.attention.sinks import add_sinks, by_group, sink_gradients
 from graphtrain.models.projection import PROJECTION
 from lowering.tracing.constrain import Placement, manual_axes, placement
 
@@ -67,6 +68,7 @@ def ring_attention(
     scoring: ScoreTransform,
     mesh_axes: tuple[str, ...],
     window: jax.Array | None = None,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Compute `dot_product_attention` of positions in ring order along these mesh axes.
 
@@ -77,41 +79,47 @@ def ring_attention(
         scoring: Transformation of query-key products into scores.
         mesh_axes: Mesh axes that shard the positions of keys, in ring order.
         window: Sliding window in positions; without it, a query sees all earlier keys.
+        sinks: Logit of each query head's attention sink; without them, there are none.
     """
     context = placement()  # read now: the gradient may be traced outside of `placed`
     assert context is not None, "a ring needs a mesh"
     shard_mapped = partial(_shard_mapped, context, mesh_axes, scoring)
     seq_spec, chunk_spec = PartitionSpec(None, mesh_axes), PartitionSpec(mesh_axes)
     # The window is an array input, because it may differ between layers.
-    windows = () if window is None else (window,)
-    window_specs = (PartitionSpec(),) * len(windows)
+    layer, layer_spec = _LayerInputs(window, sinks), PartitionSpec()
 
     @jax.custom_vjp
-    def ring(
-        query: jax.Array, key: jax.Array, value: jax.Array, windows: tuple[jax.Array, ...]
-    ) -> jax.Array:
-        return forward(query, key, value, windows)[0]
+    def ring(query: jax.Array, key: jax.Array, value: jax.Array, layer: _LayerInputs) -> jax.Array:
+        return forward(query, key, value, layer)[0]
 
     def forward(
-        query: jax.Array, key: jax.Array, value: jax.Array, windows: tuple[jax.Array, ...]
+        query: jax.Array, key: jax.Array, value: jax.Array, layer: _LayerInputs
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        in_specs = (*(seq_spec,) * 3, *window_specs)
+        in_specs = (*(seq_spec,) * 3, layer_spec)
         output, log_sum = shard_mapped(_forward, in_specs, (seq_spec, chunk_spec))(
-            query, key, value, *windows
+            query, key, value, layer
         )
         # Saved by every remat policy that saves products with weights: to recompute it would
         # repeat all communication.
         output, log_sum = checkpoint_name(output, PROJECTION), checkpoint_name(log_sum, PROJECTION)
-        return output, (query, key, value, output, log_sum, windows)
+        return output, (query, key, value, output, log_sum, layer)
 
     def backward(residuals: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
-        *arrays, windows = residuals
-        in_specs = (*(seq_spec,) * 4, chunk_spec, seq_spec, *window_specs)
-        grads = shard_mapped(_backward, in_specs, (seq_spec,) * 3)(*arrays, gradient, *windows)
-        return (*grads, tuple(None for _ in windows))
+        *arrays, layer = residuals
+        in_specs = (*(seq_spec,) * 4, chunk_spec, seq_spec, layer_spec)
+        out_specs = (*(seq_spec,) * 3, layer_spec)
+        *grads, grad_sinks = shard_mapped(_backward, in_specs, out_specs)(*arrays, gradient, layer)
+        return (*grads, _LayerInputs(None, grad_sinks))
 
     ring.defvjp(forward, backward)
-    return ring(query, key, value, windows)
+    return ring(query, key, value, layer)
+
+
+class _LayerInputs(NamedTuple):
+    """Inputs besides queries, keys and values; the same on every device of the ring."""
+
+    window: jax.Array | None  # sliding window in positions, a scalar
+    sinks: jax.Array | None  # logits of attention sinks (heads,)
 
 
 def _shard_mapped(
@@ -127,8 +135,8 @@ def _shard_mapped(
     Only `mesh_axes` become manual inside; the rules shard along all other mesh axes. Inside a
     shard_map over them, the arrays already are one device's.
     """
-    ring = _Ring(mesh_axes, context.shape.size(mesh_axes))
     names = set(mesh_axes) - set(context.manual)
+    ring = _Ring(mesh_axes, context.shape.size(mesh_axes), is_mapped_here=bool(names))
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         with manual_axes(names, context):
@@ -151,6 +159,7 @@ class _Ring:
 
     mesh_axes: tuple[str, ...]
     size: int
+    is_mapped_here: bool  # else the caller is in the shard_map, and sums gradients of weights
 
     @property
     def index(self) -> jax.Array:
@@ -199,7 +208,7 @@ def _forward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    window: jax.Array | None = None,
+    layer: _LayerInputs,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the attention output and the log-sum-exp of the scores.
 
@@ -219,7 +228,7 @@ def _forward(
                 _read_chunk(keys, key_chunk),
                 pair,
                 scoring,
-                window,
+                layer.window,
             )
             accumulated = _write_chunk(
                 accumulated,
@@ -236,8 +245,10 @@ def _forward(
 
     start = step(PartialAttention.empty(queries), keys, 0), ring.rotate(keys)
     (accumulated, keys), _ = lax.scan(step_and_send, start, jnp.arange(1, ring.size - 1))
-    accumulated = step(accumulated, keys, ring.size - 1)
-    return untile_queries(accumulated.values).astype(query.dtype), accumulated.log_sum
+    output, log_sum = step(accumulated, keys, ring.size - 1)
+    if layer.sinks is not None:
+        output, log_sum = add_sinks(output, log_sum, by_group(layer.sinks, key.shape[2]))
+    return untile_queries(output).astype(query.dtype), log_sum
 
 
 def _backward(
@@ -249,9 +260,9 @@ def _backward(
     output: jax.Array,
     log_sum: jax.Array,
     gradient: jax.Array,
-    window: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of query, key and value."""
+    layer: _LayerInputs,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Return the gradients of query, key, value and sinks."""
     kv_heads, length = key.shape[2], query.shape[1] // 2
     queries, incoming = tile_queries(query, kv_heads), tile_queries(gradient, kv_heads)
     products = incoming.astype(jnp.float32) * tile_queries(output, kv_heads)
@@ -263,7 +274,11 @@ def _backward(
     ) -> tuple[Any, Any]:
         for query_chunk, key_chunk, pair in ring.pairs(step_index, length):
             chunk_grads = gradients(
-                _read_chunk(rows, query_chunk), _read_chunk(keys, key_chunk), pair, scoring, window
+                _read_chunk(rows, query_chunk),
+                _read_chunk(keys, key_chunk),
+                pair,
+                scoring,
+                layer.window,
             )
             grad_queries = _add_to_chunk(grad_queries, query_chunk, chunk_grads[0])
             grad_keys = _add_to_chunk(grad_keys, key_chunk, chunk_grads[1])
@@ -286,7 +301,23 @@ def _backward(
         untile_queries(grad_queries).astype(query.dtype),
         grad_key.astype(key.dtype),
         grad_value.astype(value.dtype),
+        _sink_gradients(ring, rows, layer.sinks, kv_heads),
     )
+
+
+def _sink_gradients(
+    ring: _Ring, rows: tuple[jax.Array, ...], sinks: jax.Array | None, kv_heads: int
+) -> jax.Array | None:
+    """Return the gradients of the sinks (heads,); None without sinks.
+
+    They are summed over the ring, unless the shard_map is the caller's, who sums them.
+    """
+    if sinks is None:
+        return None
+    _, _, log_sum, mean = rows
+    by_query = sink_gradients(log_sum, mean, by_group(sinks, kv_heads))
+    total = by_query.sum((0, 1, 2, 4)).reshape(sinks.shape).astype(sinks.dtype)
+    return lax.psum(total, ring.mesh_axes) if ring.is_mapped_here else total
 
 
 # Slices along the first axis: XLA's partitioner crashes on scatters inside a shard_map (jax 0.11).

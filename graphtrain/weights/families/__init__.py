@@ -13,7 +13,9 @@ from graphtrain.weights.families.baichuan import BAICHUAN
 from graphtrain.weights.families.bloom import BLOOM
 from graphtrain.weights.families.family import Family, functional_settings
 from graphtrain.weights.families.gemma import GEMMA2, GEMMA3
+from graphtrain.weights.families.glm import GLM, GLM4
 from graphtrain.weights.families.gpt2 import GPT2
+from graphtrain.weights.families.gpt_oss import GPT_OSS
 from graphtrain.weights.families.internlm import INTERNLM, INTERNLM2
 from graphtrain.weights.families.llama import AQUILA, LLAMA, MISTRAL
 from graphtrain.weights.families.mixtral import MIXTRAL, QWEN2_MOE, QWEN3_MOE
@@ -36,6 +38,9 @@ FAMILIES = (
     INTERNLM,
     INTERNLM2,
     AQUILA,
+    GLM,
+    GLM4,
+    GPT_OSS,
 )
 
 

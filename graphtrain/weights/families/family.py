@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -189,12 +189,9 @@ def functional_settings(model: Model) -> Model:
     """Return the model with only the settings that affect its output; others are defaults."""
     every, mixture = model.global_attention_every, model.moe
     if mixture is not None:
-        mixture = MixtureOfExperts(
-            experts=mixture.experts,
-            experts_per_token=mixture.experts_per_token,
-            normalize_topk=mixture.normalize_topk,
-            shared_expert_mlp=mixture.shared_expert_mlp,
-        )
+        training = ("capacity_factor", "balance_loss", "router_z_loss")
+        defaults = {item.name: item.default for item in fields(MixtureOfExperts)}
+        mixture = replace(mixture, **{name: defaults[name] for name in training})
     default = {item.name: item.default for item in Model.__dataclass_fields__.values()}
     non_functional = ("dtype", "remat", "dropout", "init_std")
     return replace(

@@ -14,6 +14,7 @@ from graphtrain.weights.families.settings import (
     FixedEntry,
     RenamedSetting,
     Rope,
+    read_partial_rotary_factor,
     read_rope_scaling,
     scaled_length,
     write_rope_scaling,
@@ -60,6 +61,8 @@ class _TwoRopes:
             full = config.get("rope_scaling") or {}
             base = config.get("rope_theta", 1e6)
             sliding_base = config.get("rope_local_base_freq", 1e4)
+        for entries in (full, config.get("rope_parameters", {}).get("sliding_attention", {})):
+            read_partial_rotary_factor(entries, config, None)
         return {
             "rope_theta": base,
             "rope_scaling": read_rope_scaling(full, config),

@@ -33,6 +33,7 @@ class Experts:
     count: tuple[str, ...]  # keys of the number of experts; the first one present is read
     normalise: str | None = None  # key; None: always normalised
     shared: str | None = None  # key of the shared expert's width; None: no shared expert
+    bias: bool = False  # whether router and experts have biases
 
     def read(self, config: Config) -> dict[str, Any]:
         count = next((config[key] for key in self.count if key in config), None)
@@ -47,6 +48,7 @@ class Experts:
                 experts_per_token=per_token,
                 normalize_topk=normalise,
                 shared_expert_mlp=shared,
+                expert_bias=self.bias,
             )
         }
 

@@ -85,20 +85,27 @@ class Rope:
     """Base and scaling of RoPE, in the formats of transformers 4 and transformers 5."""
 
     base: float = 10_000.0
+    partial: float | None = None  # default of partial_rotary_factor; None: the family has no other
 
     def read(self, config: Config) -> dict[str, Any]:
         rope_parameters = config.get("rope_parameters") or {}
         base = rope_parameters.get("rope_theta") or config.get("rope_theta") or self.base
-        scaling = read_rope_scaling(rope_parameters or config.get("rope_scaling") or {}, config)
-        return {"rope_theta": base, "rope_scaling": scaling}
+        entries = rope_parameters or config.get("rope_scaling") or {}
+        factor = read_partial_rotary_factor(entries, config, self.partial)
+        scaling = read_rope_scaling(entries, config)
+        return {"rope_theta": base, "rope_scaling": scaling, "partial_rotary_factor": factor}
 
     def write(self, model: Model) -> dict[str, Any]:
         scaling = write_rope_scaling(model.rope_scaling)
         rope_parameters = scaling or {"rope_type": "default"}
+        factor = {}
+        if self.partial is not None:
+            factor = {"partial_rotary_factor": model.partial_rotary_factor}
         return {
+            **factor,
             "rope_theta": model.rope_theta,
             "rope_scaling": scaling,
-            "rope_parameters": {"rope_theta": model.rope_theta, **rope_parameters},
+            "rope_parameters": {"rope_theta": model.rope_theta, **rope_parameters, **factor},
             **scaled_length(model.rope_scaling),
         }
 
@@ -143,11 +150,6 @@ def read_rope_scaling(entries: Config, config: Config) -> RopeScaling | None:
     Raises:
         WeightsError: the decoder does not support this scaling, or an entry is missing.
     """
-    rotary_share = entries.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if rotary_share not in (None, 1):
-        raise WeightsError(
-            f"config.json: partial_rotary_factor = {rotary_share!r} is not supported, only 1 is"
-        )
     kind: Any = entries.get("rope_type") or entries.get("type") or "default"
     kind = "longrope" if kind == "su" else kind  # its name in older files
     if kind == "default":
@@ -181,6 +183,25 @@ def read_rope_scaling(entries: Config, config: Config) -> RopeScaling | None:
         problem = error.errors()[0]
         where = "".join(f"{name}: " for name in problem["loc"])
         raise WeightsError(f"config.json: RoPE of type {kind!r}: {where}{problem['msg']}") from None
+
+
+def read_partial_rotary_factor(entries: Config, config: Config, default: float | None) -> Any:
+    """Return the part of head_dim that is rotated.
+
+    Args:
+        entries: rope_parameters or rope_scaling.
+        config: All of config.json.
+        default: Factor of the family where config.json has none; None: it has no other than 1.
+    """
+    factor = entries.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if factor is None:
+        return default or 1.0
+    if default is None and factor != 1:
+        raise WeightsError(
+            f"config.json: partial_rotary_factor = {factor!r} is not supported in this family, "
+            "only 1 is"
+        )
+    return factor
 
 
 def write_rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:

@@ -84,6 +84,10 @@ NATIVE = {
     "gemma 3": Case("Gemma3Text", GEMMA | {"rope_parameters": GEMMA3_ROPES}),
     "mistral": Case("Mistral", SIZES | {"sliding_window": 16}),
     "mixtral": Case("Mixtral", SIZES | {"num_experts_per_tok": 2, "num_local_experts": 4}),
+    "gpt-oss": Case(
+        "GptOss",
+        SIZES | WINDOWS | {"head_dim": 8, "num_experts_per_tok": 2, "num_local_experts": 4},
+    ),
     "bloom": Case("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB}),
     "baichuan2 13b": Case(
         module=lambda: references.baichuan(OWN | {"kv_heads": 6}, alibi=True, unit_head=True),

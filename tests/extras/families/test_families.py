@@ -147,6 +147,17 @@ CASES = {
         EXPERTS
         | {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True},
     ),
+    "glm": Case("Glm", SIZES | {"head_dim": 16, "pad_token_id": None}),
+    "glm4": Case(
+        "Glm4",
+        SIZES | {"head_dim": 12, "pad_token_id": None, "partial_rotary_factor": 2 / 3},
+    ),
+    "gpt-oss": Case(
+        "GptOss",
+        EXPERTS
+        | {"num_local_experts": 4, "head_dim": 8, "sliding_window": 5, "layer_types": WINDOWS}
+        | {"rope_parameters": YARN | {"truncate": False}},
+    ),
     "aquila": Case("Llama", SIZES, config={"model_type": "aquila"}),
     "internlm": Case(
         "Llama",
@@ -303,7 +314,8 @@ def checkpoint_names(reference: torch.nn.Module) -> dict[str, np.ndarray]:
     for name, parameter in reference.named_parameters():
         assert parameter.grad is not None, name
         gradient = parameter.grad.numpy()
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        stacked = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        if not stacked or isinstance(reference, transformers.GptOssForCausalLM):
             found[name] = gradient
             continue
         mixtral = "Mixtral" in type(reference).__name__

@@ -30,6 +30,7 @@ MODELS = {
     "gemma": {"qk_norm": True, "post_norm": True, "head_dim": 16},
     "internlm": {"bias": "attention"},
     "mixtral": {"moe": MixtureOfExperts(experts=4)},
+    "gpt-oss": {"attention_sinks": True, "moe": MixtureOfExperts(experts=4, expert_bias=True)},
     "qwen2 mixture": {"moe": MixtureOfExperts(experts=4, shared_expert_mlp=24)},
 }
 

@@ -29,6 +29,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"bias": "all"},
     {"bias": "attention", "embedding_norm": True},
     {"qk_norm": True, "post_norm": True, "rms_norm_offset": True, "head_dim": 8},
+    {"partial_rotary_factor": 0.5, "head_dim": 8},
 ]
 
 
