@@ -2,21 +2,22 @@
 
 A chunk is the group of layers that one stage computes in one round (a virtual stage). A microbatch
 passes the chunks in the order of their index, `round * stages + stage`. A tick is the time in which
-every stage computes one chunk.
+every stage computes one chunk in one direction.
 
 Source: Huang et al. 2019, "GPipe", https://arxiv.org/abs/1811.06965; Narayanan et al. 2021, section
-2.2, https://arxiv.org/abs/2104.04473 (1F1B, and interleaved stages, here called circular).
+2.2, https://arxiv.org/abs/2104.04473 (1F1B, and interleaved stages).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
 Schedule = Literal["gpipe", "circular", "1f1b"]
+Number = Any  # an int, or an array of them
 
 
 @dataclass(frozen=True)
@@ -159,27 +160,76 @@ class TickWork(NamedTuple):
     virtual_stage: int
 
 
-def tick_count(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> int:
-    """Return the number of ticks of a step.
+class Phases(NamedTuple):
+    """Lengths of the three phases of 1F1B, in passes of a stage in one direction."""
 
-    A tick of 1f1b contains a forward and a backward pass, a tick of other schedules one of them.
+    forward: int  # before the first backward pass of any stage: forward passes only
+    both: int  # a forward and a backward pass each
+    backward: int  # after the last forward pass: backward passes only
+
+
+def one_f_one_b_phases(stages: int, rounds: int, microbatches: int) -> Phases:
+    """Return the phases of 1F1B.
+
+    All stages compute the same kinds of passes in a phase, so a step takes `microbatches * rounds +
+    stages - 1` forward and as many backward passes of a chunk: the published time.
+    """
+    alone = stages * rounds - 1
+    return Phases(alone, microbatches * rounds - alone + stages - 1, alone)
+
+
+def stored_stage_inputs(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> int:
+    """Return the number of chunk inputs that a stage has room for, until their backward pass.
+
+    1F1B stores as many as the first stage computes before its first backward pass, which is the
+    number of Megatron-LM's interleaved schedule.
     """
     if schedule == "1f1b":
-        return microbatches + 2 * (stages - 1)
+        return stages * (rounds + 1) - 1
+    return microbatches * rounds
+
+
+def slot_of(microbatch: Number, turn: Number, stages: int, rounds: int) -> Number:
+    """Return the position of a chunk's pass among the passes of its stage, from 0.
+
+    Groups of as many microbatches as stages pass all rounds one after the other.
+
+    Args:
+        microbatch: Index of the microbatch; an int or an array, as the result.
+        turn: Round of the chunk in the order of execution: backward passes begin with the last.
+        stages: Number of stages.
+        rounds: Number of chunks of each stage.
+    """
+    return (microbatch // stages * rounds + turn) * stages + microbatch % stages
+
+
+def pass_of(slot: Number, stages: int, rounds: int) -> tuple[Number, Number]:
+    """Return microbatch and turn of a stage's pass; the inverse of slot_of."""
+    group, within = slot // (stages * rounds), slot % (stages * rounds)
+    return group * stages + within % stages, within // stages
+
+
+def tick_count(stages: int, rounds: int, microbatches: int) -> int:
+    """Return the number of ticks of a step, of any schedule.
+
+    A tick is the time of a forward or of a backward pass of a chunk.
+    """
     return 2 * (microbatches * rounds + stages - 1)
 
 
-def bubble_fraction(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> float:
-    """Return the fraction of a step in which a stage is idle (pipeline bubble)."""
-    idle = 2 * (stages - 1)
-    return idle / tick_count(schedule, stages, rounds, microbatches)
+def bubble_fraction(stages: int, rounds: int, microbatches: int) -> float:
+    """Return the fraction of a step in which a stage is idle (pipeline bubble), of any schedule.
+
+    Of the time without a bubble this is (stages - 1) / (rounds * microbatches).
+    """
+    return 2 * (stages - 1) / tick_count(stages, rounds, microbatches)
 
 
 def timeline(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> list[TickWork]:
     """Return the work of every stage at every tick of a training step, in order of ticks.
 
-    In the circular schedule, groups of as many microbatches as stages pass all rounds one after the
-    other. The backward passes are the forward passes in reverse order.
+    In the circular schedule and in GPipe, the backward passes are the forward passes in reverse
+    order. In 1F1B they begin as early as they can.
 
     Args:
         schedule: Name of the schedule, as in [program.pipeline].
@@ -188,29 +238,33 @@ def timeline(schedule: Schedule, stages: int, rounds: int, microbatches: int) ->
         microbatches: Number of microbatches in a step, a multiple of stages.
     """
     if schedule == "1f1b":
-        ticks = list(_one_f_one_b(stages, microbatches))
+        ticks = list(_one_f_one_b(stages, rounds, microbatches))
     else:
         forward = list(_forward(stages, rounds, microbatches))
-        last = tick_count(schedule, stages, rounds, microbatches) - 1
+        last = tick_count(stages, rounds, microbatches) - 1
         ticks = forward + [
             tick_work._replace(tick=last - tick_work.tick, kind="backward") for tick_work in forward
         ]
-    return sorted(
-        ticks, key=lambda tick_work: (tick_work.tick, tick_work.stage, tick_work.kind == "backward")
-    )
+    return sorted(ticks, key=lambda tick_work: (tick_work.tick, tick_work.stage))
 
 
 def _forward(stages: int, rounds: int, microbatches: int) -> Iterator[TickWork]:
     for stage in range(stages):
         for slot in range(rounds * microbatches):
-            group, offset = divmod(slot, stages * rounds)
-            microbatch = group * stages + offset % stages
-            yield TickWork(stage, slot + stage, "forward", microbatch, offset // stages)
+            microbatch, turn = pass_of(slot, stages, rounds)
+            yield TickWork(stage, slot + stage, "forward", microbatch, turn)
 
 
-def _one_f_one_b(stages: int, microbatches: int) -> Iterator[TickWork]:
-    for stage in range(stages):
-        for microbatch in range(microbatches):
-            yield TickWork(stage, microbatch + stage, "forward", microbatch, 0)
-            backward_offset = 2 * (stages - 1) - stage
-            yield TickWork(stage, microbatch + backward_offset, "backward", microbatch, 0)
+def _one_f_one_b(stages: int, rounds: int, microbatches: int) -> Iterator[TickWork]:
+    alone, both, _ = one_f_one_b_phases(stages, rounds, microbatches)
+    for work in _forward(stages, rounds, microbatches):
+        late = max(0, work.tick - alone)  # passes in the phase of both
+        yield work._replace(tick=work.tick + late)
+        # The backward passes of a stage are its forward passes with stages and rounds mirrored.
+        yield TickWork(
+            stages - 1 - work.stage,
+            alone + work.tick + min(work.tick + 1, both),
+            "backward",
+            work.microbatch,
+            rounds - 1 - work.virtual_stage,
+        )

@@ -186,9 +186,10 @@ def _of_stages(
     """Yield what pipeline stages pass on; 1F1B also divides the positions of the loss.
 
     Each tick passes on activations, and a column of the queue of microbatches; backward again. The
-    queue moves once more after the last tick.
+    queue moves once more after the last tick. That of 1F1B moves in both directions at once: for
+    each microbatch, and while its gradient is on the way.
     """
-    mesh, ticks = program.mesh, passes.ticks
+    mesh, ticks, microbatches = program.mesh, passes.ticks, program.batch.microbatches
     item, dtype = activation_dtype(program)
     residual = sizes.sequences * sizes.seq_residual * program.model.embed * item
     over_stages = partial(
@@ -197,6 +198,7 @@ def _of_stages(
     if program.pipeline.schedule != "1f1b":
         yield over_stages("collective-permute", count=4 * ticks + 2)
         return
-    yield over_stages("collective-permute", count=3 * ticks + 1)
-    yield over_stages("all-gather", count=ticks)
-    yield over_stages("all-to-all", count=ticks)
+    on_the_way = 2 * mesh.size(("stage",)) - (program.pipeline.virtual_stages == 1)
+    yield over_stages("collective-permute", count=2 * ticks + microbatches + on_the_way)
+    yield over_stages("all-gather", count=microbatches)
+    yield over_stages("all-to-all", count=microbatches)

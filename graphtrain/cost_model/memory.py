@@ -13,6 +13,7 @@ from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.flops import is_gated
 from sharding_rules.arrays import Role
 from sharding_rules.mesh import MeshShape
+from sharding_rules.pipeline import stored_stage_inputs
 
 # Partial sums that exist at once; fitted to programs for h100:64, b200:64 and v5p:4x4x4.
 _PARTIAL_SUMS = 4
@@ -105,8 +106,9 @@ def largest(program: ResolvedProgram, count: int = 5) -> dict[str, int]:
 def _saved_activations(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) -> float:
     """Return the bytes of activations that the forward pass saves for the backward pass.
 
-    A pipeline stage saves the input of every tick (1F1B: two inputs per stage) and recomputes one
-    chunk at a time; with remat "none", except under 1F1B, it saves all activations of all chunks.
+    A pipeline stage saves the input of every tick (1F1B: those that wait, and that of the tick) and
+    recomputes one chunk at a time; with remat "none", except under 1F1B, it saves all activations
+    of all chunks.
     """
     layer, stages = _saved_per_layer(program, sizes, flash), program.mesh.axes.get("stage", 1)
     if stages == 1:
@@ -116,7 +118,8 @@ def _saved_activations(program: ResolvedProgram, sizes: DeviceSizes, flash: bool
     ticks = program.batch.microbatches * rounds + stages - 1
     chunk = sizes.layers / rounds
     if schedule == "1f1b":
-        return 2 * stages * stream + chunk * layer
+        stored = stored_stage_inputs(schedule, stages, rounds, program.batch.microbatches)
+        return (stored + 1) * stream + chunk * layer
     if program.model.remat == "none":
         return ticks * chunk * layer
     return ticks * stream + chunk * layer

@@ -35,16 +35,13 @@ class Passes:
             layers = program.model.layers * microbatches
             return cls(layers, microbatches, 1, microbatches, 1)
         at_once = program.pipeline.schedule == "1f1b"
-        if at_once:
-            ticks = microbatches + 2 * (stages.stages - 1)
-        else:
-            ticks = microbatches * stages.rounds + stages.stages - 1
+        ticks = microbatches * stages.rounds + stages.stages - 1
         again = at_once or recomputes(program)
         return cls(
             layers=ticks * stages.rows_per_chunk,
             embeddings=1,
             embedded=microbatches / stages.stages,
-            heads=ticks if at_once else microbatches // stages.stages,
+            heads=microbatches if at_once else microbatches // stages.stages,
             scored=1 / stages.stages if at_once else 1,
             ticks=ticks,
             recomputes_stage=again,

@@ -42,6 +42,4 @@ def predict_collectives(
 def bubble_of(program: ResolvedProgram) -> float:
     """Return the fraction of a pipeline's ticks in which a stage is idle."""
     pipeline, stages = program.pipeline, program.mesh.axes.get("stage", 1)
-    return bubble_fraction(
-        pipeline.schedule, stages, pipeline.virtual_stages, program.batch.microbatches
-    )
+    return bubble_fraction(stages, pipeline.virtual_stages, program.batch.microbatches)

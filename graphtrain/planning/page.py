@@ -103,7 +103,7 @@ def _pipeline(program: ResolvedProgram) -> dict[str, Any] | None:
         "stages": stages,
         "rounds": rounds,
         "microbatches": microbatches,
-        "bubble": bubble_fraction(schedule, stages, rounds, microbatches),
+        "bubble": bubble_fraction(stages, rounds, microbatches),
         "work": [list(work) for work in timeline(schedule, stages, rounds, microbatches)],
     }
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from lowering.pipeline.ring import Ring
 from lowering.tracing.recording import Recorded
-from sharding_rules.pipeline import WeightCopies
+from sharding_rules.pipeline import Phases, WeightCopies, one_f_one_b_phases, slot_of
 
 Ticks = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of microbatches and their chunks
 
@@ -47,23 +47,38 @@ NOTHING_RECORDED = RecordedParts({}, {}, {})
 
 @dataclass(frozen=True)
 class TickOrder:
-    """Tick of a stage at which a schedule computes each microbatch."""
+    """Passes of a stage, by which a schedule computes each microbatch.
+
+    Each stage has `ticks` passes in a direction: one for each microbatch and round, and those of
+    the bubble.
+    """
 
     ring: Ring
-    ticks: int
     microbatches: int
     virtual_stages: int = 1
 
+    @property
+    def ticks(self) -> int:
+        return self.microbatches * self.virtual_stages + self.ring.size - 1
+
+    @property
+    def phases(self) -> Phases:
+        """Lengths of the phases of 1F1B."""
+        return one_f_one_b_phases(self.ring.size, self.virtual_stages, self.microbatches)
+
     def forward(self, microbatch: np.ndarray, chunk: np.ndarray) -> np.ndarray:
-        """Return the tick of the forward pass of a chunk, as `schedules` and `one_f_one_b` do."""
-        group, position = np.divmod(microbatch, self.ring.size)
+        """Return the forward pass of a chunk, as `schedules` and `one_f_one_b` compute it."""
         turn, stage = np.divmod(chunk, self.ring.size)
-        slot = (group * self.virtual_stages + turn) * self.ring.size + position
-        return slot + stage
+        return slot_of(microbatch, turn, self.ring.size, self.virtual_stages) + stage
 
     def backward(self, microbatch: np.ndarray, chunk: np.ndarray) -> np.ndarray:
-        """Return the tick of the backward pass of 1F1B."""
-        return microbatch + 2 * (self.ring.size - 1) - chunk
+        """Return the backward pass of a chunk in 1F1B: chunks are in the reverse order."""
+        return self.forward(microbatch, self.ring.size * self.virtual_stages - 1 - chunk)
+
+    def scored(self) -> np.ndarray:
+        """Return the passes, of the phase of both in 1F1B, in which microbatches are scored."""
+        last_chunk = np.array(self.ring.size * self.virtual_stages - 1)
+        return self.forward(np.arange(self.microbatches), last_chunk) - self.phases.forward
 
     def to_microbatches(self, arrays: Recorded, tick_of: Ticks) -> Recorded:
         """Reorder arrays (stages x ticks, ...) to (microbatches, chunks, ...)."""
@@ -100,19 +115,16 @@ def join_positions(arrays: Recorded, order: TickOrder) -> Recorded:
     """Join the positions of which each stage of 1F1B computes every S-th.
 
     Args:
-        arrays: (stages x ticks, batch, seq / stages, ...).
+        arrays: (stages x passes of the phase of both, batch, seq / stages, ...).
         order: the schedule.
 
     Returns:
         Arrays (microbatches, batch, seq, ...).
     """
-    stages = order.ring.size
-    first = stages - 1  # tick at which the first microbatch leaves the last stage
 
     def join(array: jax.Array) -> jax.Array:
-        array = array.reshape(stages, order.ticks, *array.shape[1:])
-        array = array[:, first : first + order.microbatches]
-        array = jnp.moveaxis(array, 0, 3)  # microbatches, batch, seq / stages, stages
+        array = array.reshape(order.ring.size, order.phases.both, *array.shape[1:])
+        array = jnp.moveaxis(array[:, order.scored()], 0, 3)  # microbatches, batch, seq / S, S
         return array.reshape(*array.shape[:2], -1, *array.shape[4:])
 
     return {name: join(array) for name, array in arrays.items()}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from lowering.pipeline.microbatch_queue import exchange_with_queue
 from lowering.pipeline.recorded import (
     NOTHING_RECORDED,
     RecordedParts,
@@ -17,7 +18,7 @@ from lowering.pipeline.recorded import (
     last_spec,
     stage_spec,
 )
-from lowering.pipeline.ring import Ring, read_slot, replace_slot, zero_unless
+from lowering.pipeline.ring import Ring, read_slot, zero_unless
 from lowering.pipeline.schedule import (
     Pipeline,
     PipelineLoss,
@@ -30,6 +31,7 @@ from lowering.pipeline.schedule import (
 from lowering.tracing.constrain import manual_axes
 from lowering.tracing.recording import Recorded
 from lowering.trees import Tree
+from sharding_rules.pipeline import pass_of
 
 
 def pipeline_loss(pipeline: Pipeline, parameters: Tree, microbatches: Tree) -> PipelineLoss:
@@ -57,8 +59,7 @@ def recorded_pipeline_loss(
     axes = pipeline.axes("circular", microbatches)
     ring, copies, manual = axes.ring, axes.copies, axes.all
     count = len(jax.tree.leaves(microbatches)[0])
-    ticks = count * pipeline.virtual_stages + ring.size - 1
-    order = TickOrder(ring, ticks, count, pipeline.virtual_stages)
+    order = TickOrder(ring, count, pipeline.virtual_stages)
 
     def device(parameters: Tree, queue: jax.Array, block: Tree, slots: _OfDevice) -> Any:
         with manual_axes(manual):
@@ -94,20 +95,26 @@ def _forward(
 ) -> tuple[PipelineLoss, _OfDevice]:
     """Run one device's forward pass: its chunks of all microbatches, and the loss of its block."""
     ring, microbatches = order.ring, order.microbatches
-    work = _chunk_work(pipeline, ring)
+    rounds, work = pipeline.virtual_stages, _chunk_work(pipeline, ring)
+
+    def exchange(tick: jax.Array | int, x: jax.Array, queue: jax.Array) -> tuple[Any, Any]:
+        def pass_on(new: jax.Array) -> jax.Array:
+            return ring.send_back(jnp.where(ring.is_first, x, new))  # the first stage's x is final
+
+        return exchange_with_queue(ring, rounds, tick, x, queue, pass_on)
 
     def tick(carry: tuple[jax.Array, jax.Array], inputs: Any) -> tuple[Any, Any]:
         tick, slots = inputs
-        x, queue = _exchange_with_queue(pipeline, ring, tick, *carry)
+        x, queue = exchange(tick, *carry)
         slot = tick - ring.index
-        real = (slot >= 0) & (slot < microbatches * pipeline.virtual_stages)
+        real = (slot >= 0) & (slot < microbatches * rounds)
         (y, *of_stage), recorded = work(parameters["stages"], x, jnp.maximum(slot, 0), slots)
         return (ring.send_forward(y), queue), (zero_unless(real, tuple(of_stage)), recorded)
 
     carry, (of_stages, recorded) = lax.scan(
         tick, (jnp.zeros_like(queue[0]), queue), (jnp.arange(order.ticks), slots[0])
     )
-    _, queue = _exchange_with_queue(pipeline, ring, jnp.int32(order.ticks), *carry)
+    _, queue = exchange(jnp.int32(order.ticks), *carry)
 
     def score(item: tuple[jax.Array, Tree, Recorded]) -> tuple[tuple[jax.Array, Scalars], Recorded]:
         x, microbatch, slots = item
@@ -123,28 +130,10 @@ def _chunk_work(pipeline: Pipeline, ring: Ring) -> Callable:
     """Return a stage's work in a slot: one microbatch in one round, in tick order."""
 
     def work(rows: Tree, x: jax.Array, slot: jax.Array, slots: Recorded) -> tuple[Any, Recorded]:
-        group, within = jnp.divmod(slot, ring.size * pipeline.virtual_stages)
-        turn, position = jnp.divmod(within, ring.size)
+        microbatch, turn = pass_of(slot, ring.size, pipeline.virtual_stages)
         if pipeline.virtual_stages > 1:
             rows = jax.tree.map(lambda array: read_slot(array, turn), rows)
-        microbatch, chunk = group * ring.size + position, turn * ring.size + ring.index
+        chunk = turn * ring.size + ring.index
         return pipeline.recorded(pipeline.stage, slots, rows, x, microbatch, chunk)
 
     return jax.checkpoint(work, prevent_cse=False) if pipeline.remat else work
-
-
-def _exchange_with_queue(
-    pipeline: Pipeline, ring: Ring, tick: jax.Array, x: jax.Array, queue: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Exchange a finished microbatch at the first stage for a new one from the queue."""
-    group, within = jnp.divmod(tick, ring.size * pipeline.virtual_stages)
-    column = (group * ring.size + within % ring.size) % len(queue)
-
-    def exchange(x: jax.Array, queue: jax.Array) -> tuple[jax.Array, jax.Array]:
-        new = read_slot(queue, column)
-        moved = ring.send_back(jnp.where(ring.is_first, x, new))
-        return jnp.where(ring.is_first, new, x), replace_slot(queue, column, moved)
-
-    if pipeline.virtual_stages == 1:
-        return exchange(x, queue)
-    return lax.cond(within < ring.size, exchange, lambda x, queue: (x, queue), x, queue)

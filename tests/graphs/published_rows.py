@@ -102,7 +102,7 @@ def program_of(row: Mapping[str, Any]) -> Program:
 
     A published 1F1B pipeline, interleaved or not, is the circular schedule: that has its bubble,
     (stages - 1) / (stages - 1 + microbatches * virtual stages), and saves activations. graphtrain's
-    own 1F1B runs in lockstep, with a bubble twice as large, and recomputes stages.
+    own 1F1B recomputes stages.
 
     Raises:
         NotModelled: a recomputation or a part of the model is not expressible.

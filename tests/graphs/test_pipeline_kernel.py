@@ -17,7 +17,7 @@ from lowering.pipeline.schedules import pipeline_loss
 from lowering.tracing.constrain import manual_axes, placement, use_placement
 from lowering.xla.backend import make_mesh
 from sharding_rules.mesh import MeshShape
-from sharding_rules.pipeline import tick_count
+from sharding_rules.pipeline import one_f_one_b_phases, tick_count
 from sharding_rules.rules import Rules
 
 STAGES, MICROBATCHES, WIDTH = 4, 8, 6
@@ -122,15 +122,21 @@ def test_value_and_gradient_are_those_of_one_microbatch_after_the_other(rounds, 
     assert_close(compiled(run)(*given(rounds)), reference(rounds))
 
 
-@pytest.mark.parametrize("joint", [False, True], ids=["data by hand", "data automatic"])
-def test_one_forward_one_backward_has_the_same_value_and_gradients(joint):
-    pipeline = Pipeline(first, layers, last, mixes_sequences=joint)
-    value, gradients = reference(1)
-    got = compiled(in_stages(pipeline, one_f_one_b_gradients))(*given(1))
+@pytest.mark.parametrize(
+    ("rounds", "joint"),
+    [(1, False), (1, True), (2, False), (2, True)],
+    ids=["data by hand", "data automatic", "interleaved", "interleaved, data automatic"],
+)
+def test_one_forward_one_backward_has_the_same_value_and_gradients(rounds, joint):
+    pipeline = Pipeline(first, layers, last, virtual_stages=rounds, mixes_sequences=joint)
+    value, gradients = reference(rounds)
+    got = compiled(in_stages(pipeline, one_f_one_b_gradients))(*given(rounds))
     assert_close(got, (PipelineLoss(*value), gradients))
 
 
-@pytest.mark.parametrize(("schedule", "rounds"), [("gpipe", 1), ("circular", 2), ("1f1b", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "rounds"), [("gpipe", 1), ("circular", 2), ("1f1b", 1), ("1f1b", 2)]
+)
 def test_loops_have_the_ticks_of_the_timeline(schedule, rounds):
     pipeline = Pipeline(first, layers, last, virtual_stages=rounds)
     if schedule == "1f1b":
@@ -138,7 +144,10 @@ def test_loops_have_the_ticks_of_the_timeline(schedule, rounds):
     else:
         run = jax.grad(in_stages(pipeline, pipeline_loss), has_aux=True)
     found = list(loops(jax.make_jaxpr(run)(*given(rounds)).jaxpr))
-    assert sum(found) == tick_count(schedule, STAGES, rounds, MICROBATCHES)
+    if schedule == "1f1b":  # the loop in the middle has passes of both kinds
+        assert tuple(found) == one_f_one_b_phases(STAGES, rounds, MICROBATCHES)
+        found.append(found[1])
+    assert sum(found) == tick_count(STAGES, rounds, MICROBATCHES)
 
 
 def rolled(x):

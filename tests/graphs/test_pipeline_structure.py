@@ -72,8 +72,9 @@ def collectives(text):
     [
         ("gpipe", {"collective-permute": 4}),  # x and the queue, forward and backward
         ("circular", {"collective-permute": 4}),
-        # Beside them, the last stage's x to all and its gradient back, for the head.
-        ("1f1b", {"collective-permute": 3, "all-to-all": 1, "all-gather": 1}),
+        # The queue in three loops, x in two of them, and its gradient in two. Beside them, the last
+        # stage's x to all and its gradient back, for the head.
+        ("1f1b", {"collective-permute": 7, "all-to-all": 1, "all-gather": 1}),
     ],
 )
 def test_loops_pass_microbatches_on_and_neither_reduce_gradients_nor_gather_weights(

@@ -387,11 +387,6 @@ async function pipeline() {
   const rows = pipe.work.map(([stage, tick, kind, microbatch, round]) =>
     ({ stage, tick, until: tick + 1, kind, microbatch, round }));
   const ticks = Math.max(...rows.map((row) => row.until));
-  // A tick of 1f1b contains a forward and a backward pass; a tick of other schedules, one of them.
-  const halves = pipe.schedule === "1f1b";
-  if (halves) for (const row of rows) {
-    if (row.kind === "backward") row.tick += 0.5; else row.until -= 0.5;
-  }
   const room = at("pipeline-chart").clientWidth - 70;
   const wide = Math.max(room, Math.min(4000, ticks * 14));
   const layers = [{
@@ -405,7 +400,7 @@ async function pipeline() {
   }];
   if (wide / ticks >= 14) layers.push({
     transform: [{ calculate: "(datum.tick + datum.until) / 2", as: "middle" }],
-    mark: { type: "text", color: "#fff", fontSize: halves ? 9 : 11, tooltip: false },
+    mark: { type: "text", color: "#fff", fontSize: 11, tooltip: false },
     encoding: { x: { field: "middle", type: "quantitative" }, x2: null, text: { field: "microbatch" } },
   });
   await draw("pipeline-chart", {

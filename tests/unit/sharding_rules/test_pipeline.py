@@ -7,11 +7,15 @@ from sharding_rules.pipeline import (
     bubble_fraction,
     check_microbatches,
     divide_layers,
+    pass_of,
+    slot_of,
+    stored_stage_inputs,
     tick_count,
     timeline,
 )
 
-SHAPES = [("gpipe", 4, 1, 8), ("circular", 4, 2, 8), ("circular", 2, 3, 4), ("1f1b", 4, 1, 8)]
+ONE_F_ONE_B = [("1f1b", 4, 1, 8), ("1f1b", 2, 1, 2), ("1f1b", 4, 2, 8), ("1f1b", 3, 3, 3)]
+SHAPES = [("gpipe", 4, 1, 8), ("circular", 4, 2, 8), ("circular", 2, 3, 4), *ONE_F_ONE_B]
 
 
 @pytest.mark.parametrize(
@@ -61,13 +65,13 @@ def test_microbatches_are_a_multiple_of_stages(microbatches, nearby):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bubble_is_the_part_of_a_timeline_without_work(shape):
-    schedule, stages, _, _ = shape
+    _, stages, *_ = shape
     work = timeline(*shape)
-    slots = {(one.stage, one.tick, one.kind if schedule == "1f1b" else "") for one in work}
+    slots = {(one.stage, one.tick) for one in work}
     assert len(slots) == len(work)  # no stage does two things at once
-    assert max(one.tick for one in work) + 1 == tick_count(*shape)
-    room = stages * tick_count(*shape) * (2 if schedule == "1f1b" else 1)
-    assert bubble_fraction(*shape) == pytest.approx(1 - len(work) / room)
+    assert max(one.tick for one in work) + 1 == tick_count(*shape[1:])
+    room = stages * tick_count(*shape[1:])
+    assert bubble_fraction(*shape[1:]) == pytest.approx(1 - len(work) / room)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -90,16 +94,42 @@ def test_work_follows_what_it_needs_by_one_tick_or_more(shape):
         needed = at.get((kind, before, microbatch))
         if needed is not None:
             assert work.tick > needed.tick
-        elif kind == "backward":  # of the last chunk: 1f1b turns round within a tick
-            assert work.tick >= at["forward", chunk, microbatch].tick
+        elif kind == "backward":  # of the last chunk
+            assert work.tick > at["forward", chunk, microbatch].tick
 
 
-def test_one_forward_one_backward_keeps_less_than_two_microbatches_a_stage():
-    work = timeline("1f1b", 4, 1, 32)
-    begun = {(one.stage, one.microbatch): one.tick for one in work if one.kind == "forward"}
-    ended = {(one.stage, one.microbatch): one.tick for one in work if one.kind == "backward"}
-    kept = [
-        sum(begun[0, m] <= tick <= ended[0, m] for m in range(32))
-        for tick in range(tick_count("1f1b", 4, 1, 32))
-    ]
-    assert max(kept) == 2 * 4 - 1
+@pytest.mark.parametrize("shape", ONE_F_ONE_B)
+def test_all_stages_have_the_same_kind_of_pass_in_a_tick_of_1f1b(shape):
+    kinds = {}
+    for one in timeline(*shape):
+        assert kinds.setdefault(one.tick, one.kind) == one.kind
+
+
+@pytest.mark.parametrize("shape", ONE_F_ONE_B)
+def test_1f1b_takes_the_published_time_whatever_a_backward_pass_takes(shape):
+    """Narayanan et al. 2021, section 2.2: (p - 1) / (v m) of the ideal time."""
+    _, stages, rounds, microbatches = shape
+    seconds = {"forward": 1 / rounds, "backward": 3 / rounds}
+    ticks = {one.tick: seconds[one.kind] for one in timeline(*shape)}
+    ideal = microbatches * (1 + 3)
+    assert sum(ticks.values()) / ideal - 1 == pytest.approx((stages - 1) / (rounds * microbatches))
+
+
+@pytest.mark.parametrize("shape", ONE_F_ONE_B)
+def test_1f1b_stores_the_inputs_of_the_warm_up_for_any_number_of_microbatches(shape):
+    schedule, stages, rounds, _ = shape
+    stored = {stage: 0 for stage in range(stages)}
+    most = dict(stored)
+    for one in timeline(schedule, stages, rounds, 8 * stages):
+        stored[one.stage] += 1 if one.kind == "forward" else -1
+        most[one.stage] = max(most[one.stage], stored[one.stage])
+    assert most[0] == stored_stage_inputs(*shape) == stages * (rounds + 1) - 1
+    assert all(most[stage] == most[0] - 2 * stage for stage in range(stages))
+
+
+@pytest.mark.parametrize(("stages", "rounds"), [(4, 1), (4, 2), (3, 3)])
+def test_a_pass_of_a_stage_is_found_by_its_number(stages, rounds):
+    numbers = list(range(2 * stages * rounds))
+    found = [pass_of(number, stages, rounds) for number in numbers]
+    assert [slot_of(*one, stages, rounds) for one in found] == numbers
+    assert len(set(found)) == len(numbers)

@@ -1,0 +1,259 @@
+"""Work of one device in 1F1B: loops of forward passes, of forward and backward, of backward passes.
+
+The stages exchange their results after every tick. If half of them ran a forward and the others a
+backward pass, each tick would take as long as the slower of the two. So all stages run the same
+kinds of passes in a tick: at first forward passes, then one of each kind, at last backward passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lowering.pipeline.microbatch_queue import exchange_with_queue
+from lowering.pipeline.recorded import TickOrder
+from lowering.pipeline.ring import Ring, read_slot, replace_slot, zero_unless
+from lowering.pipeline.schedule import Pipeline, PipelineLoss, StageResult
+from lowering.pipeline.stored_inputs import StoredInputs
+from lowering.tracing.recording import Recorded, call_recording, zero_slots
+from lowering.trees import Tree
+from sharding_rules.pipeline import pass_of, slot_of
+
+
+class Carry(NamedTuple):
+    """Arrays that a tick leaves to the next one."""
+
+    x: jax.Array  # from the previous stage
+    returned: tuple[jax.Array, ...]  # gradients from the next stage, of the last ticks in order
+    queue: jax.Array
+    stored: StoredInputs
+    gradients: Tree  # accumulated
+
+
+class ChunkPass(NamedTuple):
+    """A pass of a chunk of this stage."""
+
+    is_real: jax.Array  # false in the bubble
+    microbatch: jax.Array
+    turn: jax.Array  # round of the chunk
+
+
+@dataclass(frozen=True)
+class DeviceWork:
+    """Passes of one device, and the weights and inputs that they need."""
+
+    pipeline: Pipeline
+    order: TickOrder
+    copies: int  # number of devices that hold the same weights
+    parameters: Tree  # weights of this stage, and all weights of `last`
+    shards: Tree  # positions for which this stage computes the loss, of all microbatches
+
+    @property
+    def ring(self) -> Ring:
+        return self.order.ring
+
+    @property
+    def rounds(self) -> int:
+        return self.order.virtual_stages
+
+    def forward(self, tick: jax.Array, carry: Carry) -> tuple[Carry, jax.Array, Any]:
+        """Run the forward pass of a chunk; return its y, and its scalars and recorded values."""
+        slot = tick - self.ring.index
+        this = self._pass(slot)
+        (y, *scalars), recorded = self.pipeline.recorded(
+            self._stage, {}, self._rows(self.parameters["stages"], this), carry.x, this
+        )
+        stored = carry.stored.store(self.ring, slot, carry.x)
+        carry = carry._replace(x=self.ring.send_forward(y), stored=stored)
+        return carry, y, (zero_unless(this.is_real, tuple(scalars)), recorded)
+
+    def score(self, tick: jax.Array, y: jax.Array, sums: Tree) -> tuple[jax.Array, Tree, Any]:
+        """Compute the loss of the last stage's y, if y is of the last chunk.
+
+        Args:
+            tick: The tick.
+            y: Result of this tick's forward pass.
+            sums: Gradients of `last`, accumulated.
+
+        Returns:
+            The gradient of y, the sums, and the loss with its metrics and recorded values.
+        """
+        microbatch, turn = pass_of(tick - (self.ring.size - 1), self.ring.size, self.rounds)
+        shard = jax.tree.map(lambda array: read_slot(array, microbatch), self.shards)
+
+        def compute(sums: Tree) -> tuple[jax.Array, Tree, Any]:
+            weights = self.parameters["last"]
+            score, of_last, gradient, *recorded = _sharded_loss(
+                self.pipeline, self.ring, weights, y, shard
+            )
+            return gradient, jax.tree.map(jnp.add, sums, of_last), (score, *recorded)
+
+        if self.rounds == 1:
+            return compute(sums)
+        gradient, _, reports = jax.tree.map(jnp.zeros_like, jax.eval_shape(compute, sums))
+        is_last_turn = turn == self.rounds - 1
+        return lax.cond(is_last_turn, compute, lambda sums: (gradient, sums, reports), sums)
+
+    def backward(
+        self, tick: jax.Array, carry: Carry, of_loss: jax.Array | None = None
+    ) -> tuple[Carry, Recorded]:
+        """Run the backward pass of a chunk; return gradients of recorded activations too.
+
+        Args:
+            tick: The tick.
+            carry: Arrays of the previous tick, the gradients of `last` up to this one.
+            of_loss: Gradient of the last chunk's y, in a tick that may compute the loss.
+        """
+        ring, stages = self.ring, self.parameters["stages"]
+        this = self._pass(tick - self.order.phases.forward - (ring.size - 1) + ring.index)
+        this = this._replace(turn=self.rounds - 1 - this.turn)
+        x, stored = carry.stored.take(slot_of(this.microbatch, this.turn, ring.size, self.rounds))
+        gradient = carry.returned[-1]
+        if of_loss is not None:
+            is_last_chunk = ring.is_last & (this.turn == self.rounds - 1)
+            gradient = jnp.where(is_last_chunk, of_loss, gradient)
+
+        def differentiated(rows: Tree, x: jax.Array, slots: Recorded) -> Any:
+            (y, terms, metrics), _ = call_recording(
+                self.pipeline.wanted and _nothing, slots, self._stage, rows, x, this
+            )
+            return (y, terms), metrics
+
+        rows = self._rows(stages, this)
+        slots = _slots(self.pipeline, self._stage, rows, x, this)
+        (_, terms), back, _ = jax.vjp(differentiated, rows, x, slots, has_aux=True)
+        weight = jax.tree.map(lambda term: jnp.full_like(term, 1 / self.copies), terms)
+        of_rows, of_x, recorded = back((gradient, weight))
+        of_rows = zero_unless(this.is_real, of_rows)
+        sums = carry.gradients
+        sums = {**sums, "stages": self._add_to_rows(sums["stages"], of_rows, this)}
+        returned = (*carry.returned[1:], ring.send_back(of_x))
+        return carry._replace(returned=returned, stored=stored, gradients=sums), recorded
+
+    def exchange(self, tick: jax.Array | int, carry: Carry) -> Carry:
+        """Exchange with the queue: the first stage takes a microbatch, the last puts a gradient.
+
+        The gradient of a microbatch's input arrives at the last stage around the ring.
+        """
+
+        def pass_on(new: jax.Array) -> jax.Array:
+            return jnp.where(self.ring.is_last, carry.returned[0], self.ring.send_back(new))
+
+        x, queue = exchange_with_queue(self.ring, self.rounds, tick, carry.x, carry.queue, pass_on)
+        return carry._replace(x=x, queue=queue)
+
+    def _pass(self, slot: jax.Array) -> ChunkPass:
+        """Return a pass of this stage by its number, in the order of execution."""
+        count = self.order.microbatches * self.rounds
+        microbatch, turn = pass_of(jnp.clip(slot, 0, count - 1), self.ring.size, self.rounds)
+        return ChunkPass((slot >= 0) & (slot < count), microbatch, turn)
+
+    def _stage(self, rows: Tree, x: jax.Array, this: ChunkPass) -> StageResult:
+        chunk = this.turn * self.ring.size + self.ring.index
+        return self.pipeline.stage(rows, x, this.microbatch, chunk)
+
+    def _rows(self, stages: Tree, this: ChunkPass) -> Tree:
+        """Return the rows of a chunk."""
+        if self.rounds == 1:
+            return stages
+        return jax.tree.map(lambda array: read_slot(array, this.turn), stages)
+
+    def _add_to_rows(self, sums: Tree, of_rows: Tree, this: ChunkPass) -> Tree:
+        """Add gradients of a chunk's rows to those of all chunks."""
+        added = jax.tree.map(jnp.add, self._rows(sums, this), of_rows)
+        if self.rounds == 1:
+            return added
+        return jax.tree.map(lambda all, one: replace_slot(all, this.turn, one), sums, added)
+
+
+def device_gradients(
+    work: DeviceWork, queue: jax.Array
+) -> tuple[PipelineLoss, Tree, jax.Array, Any]:
+    """Return this device's terms of the value and the gradients, and the gradient of its queue.
+
+    Also the named activations of stages and `last`, and the gradients with respect to them, of all
+    passes.
+
+    Args:
+        work: Passes of the device.
+        queue: Embedded inputs of the microbatches that are stored on this stage, (M / S, ...).
+    """
+    ring, phases, x = work.ring, work.order.phases, jnp.zeros_like(queue[0])
+    # With virtual stages, the queue moves one tick after a gradient has arrived.
+    returned = (x,) if work.rounds == 1 else (x, x)
+    zeros = jax.tree.map(jnp.zeros_like, work.parameters)
+    carry = Carry(x, returned, queue, StoredInputs.empty(ring, work.rounds, x), zeros)
+
+    def forward_only(carry: Carry, tick: jax.Array) -> tuple[Carry, Any]:
+        carry, _, reports = work.forward(tick, work.exchange(tick, carry))
+        return carry, reports
+
+    def both(carry: Carry, tick: jax.Array) -> tuple[Carry, Any]:
+        carry, y, reports = work.forward(tick, work.exchange(tick, carry))
+        sums = carry.gradients
+        of_loss, of_last, scored = work.score(tick, y, sums["last"])
+        carry = carry._replace(gradients={**sums, "last": of_last})
+        carry, recorded = work.backward(tick, carry, of_loss)
+        return carry, (reports, scored, recorded)
+
+    def backward_only(carry: Carry, tick: jax.Array) -> tuple[Carry, Any]:
+        return work.backward(tick, work.exchange(tick, carry))
+
+    begins = phases.forward, phases.forward + phases.both, sum(phases)
+    carry, early = lax.scan(forward_only, carry, jnp.arange(begins[0]))
+    carry, (reports, scored, back) = lax.scan(both, carry, jnp.arange(begins[0], begins[1]))
+    carry, late = lax.scan(backward_only, carry, jnp.arange(begins[1], begins[2]))
+    for later in range(len(returned)):
+        carry = work.exchange(begins[2] + later, carry)
+        carry = carry._replace(returned=carry.returned[1:])
+    # Before a gradient was put into the queue, the column of its microbatch has moved that often.
+    moves = 2 * ring.size - 2 + len(returned)
+    queue_gradient = jnp.roll(carry.queue, -moves, axis=0)
+    of_stages, recorded = _joined(early, reports)
+    scores, recorded_last, back_last = scored
+    value = work.pipeline.total(scores, of_stages, work.copies)
+    both_ways = (recorded, recorded_last), (_joined(back, late), back_last)
+    return value, carry.gradients, queue_gradient, both_ways
+
+
+def _joined(earlier: Tree, later: Tree) -> Tree:
+    """Join what the ticks of two loops returned."""
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), earlier, later)
+
+
+def _nothing(name: str) -> bool:
+    return False
+
+
+def _slots(pipeline: Pipeline, part: Any, *inputs: Any) -> Recorded:
+    """Return zeros for the activations of a part whose gradients are wanted."""
+    return {} if pipeline.wanted is None else zero_slots(pipeline.wanted.gradients, part, *inputs)
+
+
+def _sharded_loss(
+    pipeline: Pipeline, ring: Ring, weights: Tree, y: jax.Array, shard: Tree
+) -> tuple[Any, Tree, jax.Array, Recorded, Recorded]:
+    """Compute the loss on the last stage's output; each stage computes its shard of the positions.
+
+    Returns:
+        This stage's terms of the loss and of the weight gradient, the complete gradient of y, this
+        stage's shard of the named activations, and the gradients with respect to them.
+    """
+    batch, length, *rest = y.shape
+    y_shard = ring.spread(y.reshape(batch, length // ring.size, ring.size, *rest), 2)
+
+    def objective(weights: Tree, y_shard: jax.Array, slots: Recorded) -> tuple[jax.Array, Any]:
+        (score, reported), recorded = pipeline.recorded(
+            pipeline.last, slots, weights, y_shard, shard
+        )
+        return score, (reported, recorded)
+
+    slots = _slots(pipeline, pipeline.last, weights, y_shard, shard)
+    score, back, (reported, recorded) = jax.vjp(objective, weights, y_shard, slots, has_aux=True)
+    of_weights, y_shard_gradient, back_last = back(jnp.ones_like(score))
+    gradient = ring.collect(y_shard_gradient, 2).reshape(y.shape)
+    return (score, reported), of_weights, gradient, recorded, back_last
