@@ -7,8 +7,9 @@ Printed are
 - the seconds that training waits for a save, its share of the time between saves, and how many
   steps apart saves have to be for 2 %;
 - the time of the steps while a checkpoint is written and uploaded, beside that of the others;
-- the seconds of `checkpoint_restore` of a start with neither tier, with the local one, and with
-  only the remote one, whose objects are also read without a run.
+- the seconds of `checkpoint_restore` of a start with neither tier, with the local one, with the
+  local one and the remote one, which is asked for newer checkpoints, and with only the remote one,
+  whose objects are also read without a run.
 
     python tests/benchmarks/tiers.py [--saves 3] [--every 10] [--rounds 2] [--local /dev/shm]
 """
@@ -110,7 +111,8 @@ def blocked(run: Path, saves: int, every: int) -> dict[str, Any]:
 
 
 def resumed(directory: Path, run: str, steps: int, *words: str) -> float:
-    """Seconds in which a start of one step restores."""
+    """Seconds in which a start of one step restores, once what others wrote is on the disk."""
+    os.sync()
     named = settings(run__steps=steps, run__directory=run)
     graphtrain(directory, "run", "config.toml", *named, *words)
     return sum(one.seconds for one in intervals(directory / run, "restore"))
@@ -139,19 +141,29 @@ def measure(directory: Path, memory: Path, saves: int, every: int, rounds: int) 
                      run__upload__every_seconds=5.0)  # fmt: skip
     graphtrain(directory, "run", "config.toml", *words, *remote, *local)
     results = blocked(directory / "run", saves, every)
-    (directory / "plain").mkdir()
-    for name in ("metrics.jsonl", "goodput.jsonl", "config.toml", "config.record.json"):
-        shutil.copy(directory / "run" / name, directory / "plain")
-    shutil.copytree(memory / str(last), directory / "plain/checkpoints" / str(last))
-    times: dict[str, list[float]] = {"plain": [], "local": []}
+    alone = memory.with_name("alone")
+    starts = {
+        "plain": ("plain", []),
+        "local": ("alone", settings(run__checkpoints__local=alone)),
+        "local and remote": ("run", remote + local),
+    }
+    for run in ("plain", "alone"):
+        (directory / run).mkdir()
+        for name in ("metrics.jsonl", "goodput.jsonl", "config.toml", "config.record.json"):
+            shutil.copy(directory / "run" / name, directory / run)
+    for place in (directory / "plain/checkpoints", alone):
+        shutil.copytree(memory / str(last), place / str(last))
+    times: dict[str, list[float]] = {name: [] for name in starts}
     for step in range(last + 1, last + 1 + rounds):
-        times["plain"].append(resumed(directory, "plain", step))
-        times["local"].append(resumed(directory, "run", step, *remote, *local))
+        for name, (run, words) in starts.items():
+            times[name].append(resumed(directory, run, step, *words))
     results["reading the objects alone"] = read_objects(last + rounds)
     times["remote"] = [resumed(directory, "elsewhere", last + rounds + 1, *remote)]
     results["checkpoint_restore seconds"] = {name: summary(all) for name, all in times.items()}
-    ratio = statistics.median(times["local"]) / statistics.median(times["plain"])
-    return results | {"local over plain": round(ratio, 2)}
+    plain = statistics.median(times["plain"])
+    for name in ("local", "local and remote"):
+        results[f"{name} over plain"] = round(statistics.median(times[name]) / plain, 2)
+    return results
 
 
 def main() -> None:
