@@ -52,19 +52,11 @@ def scale_by_muon(
     """
     matrices = {path: spec for path, spec in parameters.items() if is_hidden_matrix(spec)}
     decay, nesterov = optimizer.momentum_or_default, optimizer.nesterov_or_default
-    adam = optax.scale_by_adam(
-        optimizer.beta1,
-        optimizer.beta2,
-        optimizer.epsilon,
-        mu_dtype=optimizer.computed_moment_dtype,
-    )
+    adam = optax.scale_by_adam(optimizer.beta1, optimizer.beta2, optimizer.epsilon)
 
     def init(params: Any) -> Any:  # optax's names
         of_matrices, others = divide(params, matrices)
-        momenta = {
-            path: jnp.zeros_like(array, optimizer.computed_moment_dtype)
-            for path, array in of_matrices.items()
-        }
+        momenta = {path: jnp.zeros_like(array) for path, array in of_matrices.items()}
         return {"mu": momenta, "adam": adam.init(others)}
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -87,10 +79,7 @@ def scale_by_muon(
         )
         by_adam: Any
         by_adam, adam_state = adam.update(others, state["adam"])
-        stored = {
-            path: array.astype(optimizer.computed_moment_dtype) for path, array in momenta.items()
-        }
-        return unflatten(orthogonal | by_adam), {"mu": stored, "adam": adam_state}
+        return unflatten(orthogonal | by_adam), {"mu": momenta, "adam": adam_state}
 
     return optax.GradientTransformation(init, update)
 

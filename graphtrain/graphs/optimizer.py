@@ -11,10 +11,10 @@ from graphtrain.config.schema import Optimizer
 from graphtrain.config.user_code import UserCode
 from graphtrain.errors import ConfigError
 from graphtrain.graphs.adafactor import scale_by_adafactor
-from graphtrain.graphs.int8_moments import with_int8_moments
 from graphtrain.graphs.muon import scale_by_muon
 from graphtrain.graphs.schedule_free import schedule_free
 from graphtrain.graphs.soap import scale_by_soap
+from graphtrain.graphs.stored_moments import with_bfloat16_moments, with_int8_moments
 from graphtrain.models.matrices import is_hidden_matrix
 from graphtrain.models.optimizer_state import EMA, optimizer_arrays
 from lowering.trees import Tree, flatten, path_suffixes, unflatten
@@ -52,9 +52,11 @@ def make_optimizer(
         transforms["schedule_free"] = schedule_free(optimizer, decays)
     else:
         directions = _directions(optimizer, parameters, dtype)
-        if optimizer.moment_dtype == "int8":
-            specs = flatten(parameters)
-            directions = {name: with_int8_moments(one, specs) for name, one in directions.items()}
+        if optimizer.has_moment_dtype and optimizer.moment_dtype != "float32":
+            directions = {
+                name: _with_stored_moments(one, optimizer, parameters)
+                for name, one in directions.items()
+            }
         transforms |= directions
         if optimizer.weight_decay and optimizer.custom is None:
             transforms["decay"] = optax.add_decayed_weights(optimizer.weight_decay, decays)
@@ -66,6 +68,14 @@ def make_optimizer(
     return optax.named_chain(*transforms.items())
 
 
+def _with_stored_moments(
+    direction: optax.GradientTransformation, optimizer: Optimizer, parameters: Tree
+) -> optax.GradientTransformation:
+    if optimizer.moment_dtype == "int8":
+        return with_int8_moments(direction, flatten(parameters))
+    return with_bfloat16_moments(direction)
+
+
 def _directions(
     optimizer: Optimizer, parameters: Tree, dtype: str
 ) -> dict[str, optax.GradientTransformation]:
@@ -73,9 +83,8 @@ def _directions(
     if (code := optimizer.user_code) is not None:
         return {"custom": _custom(code, optimizer.arguments), "steps": _count_steps()}
     kind, beta1, beta2 = optimizer.kind, optimizer.beta1, optimizer.beta2
-    dtype_of_moments = optimizer.computed_moment_dtype
     if kind == "lion":
-        return {"lion": optax.scale_by_lion(beta1, beta2, mu_dtype=dtype_of_moments)}
+        return {"lion": optax.scale_by_lion(beta1, beta2)}
     if kind == "sgd":
         return _sgd(optimizer)
     if kind == "adafactor":
@@ -90,16 +99,13 @@ def _directions(
         if kind == "soap":
             return {"soap": scale_by_soap(optimizer, specs)}
         return {"muon": scale_by_muon(optimizer, specs, dtype)}
-    adam = optax.scale_by_adam(beta1, beta2, optimizer.epsilon, mu_dtype=dtype_of_moments)
-    return {"adam": adam}
+    return {"adam": optax.scale_by_adam(beta1, beta2, optimizer.epsilon)}
 
 
 def _sgd(optimizer: Optimizer) -> dict[str, optax.GradientTransformation]:
     if (decay := optimizer.momentum_or_default) == 0:
         return {"steps": _count_steps()}
-    return {
-        "sgd": optax.trace(decay, optimizer.nesterov_or_default, optimizer.computed_moment_dtype)
-    }
+    return {"sgd": optax.trace(decay, optimizer.nesterov_or_default)}
 
 
 def _descend() -> optax.GradientTransformationExtraArgs:

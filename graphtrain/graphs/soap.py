@@ -52,8 +52,7 @@ def scale_by_soap(optimizer: Optimizer, parameters: Specs) -> optax.GradientTran
     """
     matrices = {path: spec for path, spec in parameters.items() if is_hidden_matrix(spec)}
     squares = _squares(matrices, optimizer)
-    dtype = optimizer.computed_moment_dtype
-    adam = optax.scale_by_adam(optimizer.beta1, optimizer.beta2, optimizer.epsilon, mu_dtype=dtype)
+    adam = optax.scale_by_adam(optimizer.beta1, optimizer.beta2, optimizer.epsilon)
 
     def init(params: Any) -> Any:  # optax's names
         of_matrices, others = divide(params, matrices)
@@ -63,7 +62,7 @@ def scale_by_soap(optimizer: Optimizer, parameters: Specs) -> optax.GradientTran
         }
         return {
             "count": jnp.zeros((), jnp.int32),
-            "mu": {path: jnp.zeros_like(one, dtype) for path, one in of_matrices.items()},
+            "mu": {path: jnp.zeros_like(one) for path, one in of_matrices.items()},
             "nu": {path: jnp.zeros_like(one) for path, one in of_matrices.items()},
             **zeros,
             "adam": adam.init(others),
@@ -85,7 +84,7 @@ def scale_by_soap(optimizer: Optimizer, parameters: Specs) -> optax.GradientTran
         by_adam, adam_state = adam.update(others, state["adam"])
         return unflatten(directions | by_adam), {
             "count": count + 1,
-            "mu": {path: array.astype(dtype) for path, array in momenta.items()},
+            "mu": momenta,
             **results,
             "adam": adam_state,
         }

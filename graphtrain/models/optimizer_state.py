@@ -61,7 +61,7 @@ def _stored(part: str, array: ArraySpec, optimizer: Optimizer) -> dict[str, Arra
 
 def _of_kind(spec: ArraySpec, optimizer: Optimizer) -> dict[str, ArraySpec]:
     """Return the arrays of the state that belong to one parameter, by part of the state."""
-    moment, kind = replace(spec, dtype=optimizer.computed_moment_dtype), optimizer.kind
+    moment, kind = replace(spec, dtype=optimizer.vector_moment_dtype), optimizer.kind
     if kind == "lion":
         return {"lion/mu": moment}
     if kind == "sgd":

@@ -95,8 +95,42 @@ def test_int8_moments_follow_those_in_float32(kind):
 
 
 @pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"kind": "adamw", "beta1": 0.99}, "adam/mu"),
+        ({"kind": "lion", "beta2": 0.99}, "lion/mu"),
+        ({"kind": "sgd", "momentum": 0.99}, "sgd/trace"),
+        ({"kind": "muon", "momentum": 0.99}, "muon/mu"),
+        ({"kind": "muon", "beta1": 0.99}, "muon/adam/mu"),
+        ({"kind": "soap", "beta1": 0.99}, "soap/adam/mu"),
+    ],
+)
+def test_moments_in_bfloat16_decay_by_the_rate_that_is_set(settings, part):
+    """A product in bfloat16 would decay them by 0.98828125: the rate as bfloat16."""
+    optimizer = make_optimizer(Optimizer(**settings, moment_dtype="bfloat16"), unflatten(SPECS))
+    parameters = unflatten({path: jnp.ones(spec.shape) for path, spec in SPECS.items()})
+    state = optimizer.init(parameters)
+    moments = {
+        path: jnp.linspace(0.5, 2.0, array.size).reshape(array.shape).astype(jnp.bfloat16)
+        for path, array in flatten(pack(state)).items()
+        if path.startswith(f"{part}/")
+    }
+    state = unpack(unflatten(flatten(pack(state)) | moments), state)
+    nothing = jax.tree.map(jnp.zeros_like, parameters)
+    _, state = jax.jit(optimizer.update)(nothing, state, parameters, learning_rate=0.1)
+    assert moments
+    for path, before in moments.items():
+        wanted = (0.99 * before.astype(jnp.float32)).astype(jnp.bfloat16)
+        after = flatten(pack(state))[path]
+        assert after.dtype == jnp.bfloat16 and (after == wanted).all(), path
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"beta1": 0.999, "moment_dtype": "bfloat16"}, "beta1 = 0.999 loses at a step"),
+        ({"kind": "lion", "beta2": 0.998, "moment_dtype": "int8"}, "at most 0.996"),
+        ({"kind": "sgd", "momentum": 0.999, "moment_dtype": "bfloat16"}, "momentum = 0.999"),
         ({"kind": "lion", "epsilon": 1e-6}, 'epsilon is not a setting of kind = "lion"; it is one'),
         ({"momentum": 0.9}, 'momentum is not a setting of kind = "adamw"; it is one of "sgd", "mu'),
         ({"kind": "adafactor", "moment_dtype": "bfloat16"}, "moment_dtype is not a setting of"),

@@ -51,6 +51,8 @@ _NEWTON_SCHULZ_STEPS = 5
 _CONSISTENT_RMS = 0.2
 _PRECONDITION_FREQUENCY = 10
 _MAX_PRECONDITION_DIM = 10_000
+# Largest decay rate of a moment in bfloat16 or int8: a change of less than 1/256 is rounded away.
+_MAX_DECAY_IN_FEW_BITS = 1 - 1 / 256
 _EMPTY: Any = Field(default_factory=dict)
 
 
@@ -112,6 +114,20 @@ class Optimizer:
                     'kind = "schedule_free" trains averaged weights already; remove ema_decay'
                 )
 
+        if self.moment_dtype != "float32":
+            self._check_decay_in_few_bits()
+
+    def _check_decay_in_few_bits(self) -> None:
+        by_kind = {"lion": ("beta2",), "sgd": ("momentum",), "muon": ("momentum", "beta1")}
+        for name in by_kind.get(self.kind, ("beta1",)):
+            rate = self.momentum_or_default if name == "momentum" else getattr(self, name)
+            if rate > _MAX_DECAY_IN_FEW_BITS:
+                raise ValueError(
+                    f'moment_dtype = "{self.moment_dtype}" rounds away what a moment with '
+                    f"{name} = {rate} loses at a step, so that it would not decay; set "
+                    f'moment_dtype = "float32", or {name} to at most 0.996'
+                )
+
     def _changed(self, names: Any) -> list[str]:
         defaults = {field.name: field.default for field in fields(self)}
         return [name for name in names if getattr(self, name) != defaults[name]]
@@ -125,8 +141,8 @@ class Optimizer:
         return self.custom is None and "moment_dtype" in _OF_KIND[self.kind]
 
     @property
-    def computed_moment_dtype(self) -> Literal["float32", "bfloat16"]:
-        """Return the dtype in which a step computes the first moment; int8 is only stored."""
+    def vector_moment_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Return the dtype of the stored first moments that int8 leaves out."""
         return "float32" if self.moment_dtype == "int8" else self.moment_dtype
 
     @property

@@ -1,7 +1,8 @@
-"""First moments in int8: eight bits for each value, and one float32 scale for each row.
+"""First moments in fewer bits between steps: bfloat16, or int8 with one float32 scale for each row.
 
-A row is the last dimension of a matrix. Between steps only the integers and the scales are stored;
-a step reads them as float32, and rounds the new moment to the nearest integers.
+A step reads them as float32, and rounds the new moments to the nearest values. The optimizer itself
+computes in float32: optax multiplies a bfloat16 moment by the decay rate in bfloat16, where 0.999
+is 1.
 """
 
 from __future__ import annotations
@@ -19,10 +20,25 @@ from sharding_rules.arrays import ArraySpec
 _LARGEST = 127.0
 
 
+def with_bfloat16_moments(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Build an optimizer whose first moments are stored in bfloat16.
+
+    Args:
+        inner: The optimizer, which computes with float32 moments.
+    """
+    return _stored(
+        inner,
+        lambda moments: jax.tree.map(lambda one: one.astype(jnp.bfloat16), moments),
+        lambda moments: jax.tree.map(lambda one: one.astype(jnp.float32), moments),
+    )
+
+
 def with_int8_moments(
     inner: optax.GradientTransformation, parameters: Mapping[str, ArraySpec]
 ) -> optax.GradientTransformation:
     """Build an optimizer whose first moments are stored in int8; small arrays stay as they are.
+
+    A row is the last dimension of a matrix.
 
     Args:
         inner: The optimizer, which computes with float32 moments.
@@ -54,6 +70,14 @@ def with_int8_moments(
             return values.astype(jnp.float32) * scales[..., None]
 
         return jax.tree_util.tree_map_with_path(moment, stored["values"])
+
+    return _stored(inner, store, read)
+
+
+def _stored(
+    inner: optax.GradientTransformation, store: Callable[[Any], Any], read: Callable[[Any], Any]
+) -> optax.GradientTransformation:
+    """Build an optimizer whose first moments are stored in another form than it computes with."""
 
     def init(params: Any) -> Any:  # optax's names
         return _map_moments(store, inner.init(params))
