@@ -9,7 +9,8 @@ from sharding_rules.errors import ShardingError
 
 # frozen: weights without gradients and optimizer state, sharded by the rules of parameters.
 # constant: values among the parameters that no step changes, such as buffers of an imported model.
-Role = Literal["parameter", "constant", "frozen", "gradient", "optimizer", "activation"]
+# buffer: values among the parameters that a step changes, but not by their gradients.
+Role = Literal["parameter", "buffer", "constant", "frozen", "gradient", "optimizer", "activation"]
 
 Memory = Literal["device", "host"]
 

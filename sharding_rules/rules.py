@@ -74,6 +74,7 @@ class Rules:
         """Tables by role, cached because a search reads them for thousands of strategies."""
         return {
             "parameter": self.parameters,
+            "buffer": self.parameters,
             "constant": self.parameters,
             "frozen": self.parameters,
             "gradient": _union(self.parameters, self.gradients),

@@ -92,6 +92,15 @@ NAMES_OF = {
         "per_token num_experts_per_tok top_k moe_router_topk experts_per_tok"
     ),
     "program.model.moe.normalize_topk": "normalise norm_topk_prob",
+    "program.model.moe.score_function": (
+        "scoring_func routed_score_func moe_router_score_function score_func"
+    ),
+    "program.model.moe.bias_update_rate": (
+        "moe_router_bias_update_rate routed_bias_update_rate load_balance_coeff"
+    ),
+    "program.model.moe.groups": "n_group n_routing_groups moe_router_num_groups",
+    "program.model.moe.groups_per_token": "topk_group topk_routing_group moe_router_group_topk",
+    "program.model.moe.routed_scaling_factor": "moe_router_topk_scaling_factor route_scale",
     "program.model.moe.shared_expert_mlp": (
         "shared shared_expert_intermediate_size moe_shared_expert_intermediate_size"
     ),

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import optax
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import is_imported
 from graphtrain.graphs.checksums import checksum_graph, copy_graph
 from graphtrain.graphs.deferred_reduction import accumulate_then_reduce, can_defer
 from graphtrain.graphs.dump import ArrayDump
+from graphtrain.graphs.expert_bias import without_loads
 from graphtrain.graphs.group_norms import group_norm_names, group_norms
 from graphtrain.graphs.loss_scale import (
     initial_scale,
@@ -177,8 +179,13 @@ def _train(program: ResolvedProgram, dump: ArrayDump | None = None) -> Graph:
         gradients = constrain_tree(gradients, specs, "optimizer")
         parameters = constrain_tree(state["parameters"], specs, "optimizer")
         moments = to_device_memory(state["optimizer"], state_specs["optimizer"])
+        loads, gradients = gradients, without_loads(gradients, specs)
         updates, optimizer_state = optimizer.update(
-            gradients, unpack(moments, template), parameters, learning_rate=learning_rate
+            gradients,
+            unpack(moments, template),
+            parameters,
+            learning_rate=learning_rate,
+            loads=loads,
         )
         new_state = {
             "parameters": optax.apply_updates(parameters, updates),
@@ -396,7 +403,10 @@ def _key_shape(program: ResolvedProgram) -> tuple[int, ...]:
 
 
 def _optimizer(program: ResolvedProgram) -> optax.GradientTransformationExtraArgs:
-    return make_optimizer(program.optimizer, parameter_specs_of(program), program.model.dtype)
+    model, specs = program.settings.model, parameter_specs_of(program)
+    mixture = None if is_imported(model) else model.moe
+    rate = (mixture and mixture.bias_update_rate) or 0.0
+    return make_optimizer(program.optimizer, specs, program.model.dtype, rate)
 
 
 def _shapes(specs: Tree) -> Tree:

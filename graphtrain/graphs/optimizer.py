@@ -11,6 +11,7 @@ from graphtrain.config.schema import Optimizer
 from graphtrain.config.user_code import UserCode
 from graphtrain.errors import ConfigError
 from graphtrain.graphs.adafactor import scale_by_adafactor
+from graphtrain.graphs.expert_bias import update_expert_biases
 from graphtrain.graphs.muon import scale_by_muon
 from graphtrain.graphs.schedule_free import schedule_free
 from graphtrain.graphs.soap import scale_by_soap
@@ -22,7 +23,7 @@ from sharding_rules.arrays import ArraySpec
 
 
 def make_optimizer(
-    optimizer: Optimizer, parameters: Tree, dtype: str = "float32"
+    optimizer: Optimizer, parameters: Tree, dtype: str = "float32", bias_update_rate: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
     """Build the optimizer of a kind, or of the user, after clipping and before weight decay.
 
@@ -33,6 +34,7 @@ def make_optimizer(
         parameters: ArraySpecs of the parameters, which determine what is decayed, and what is a
             matrix.
         dtype: Dtype in which the model computes, for Muon's products.
+        bias_update_rate: Update of the biases by which routers balance their experts.
 
     Raises:
         ConfigError: the user's optimizer cannot be made, or Muon or SOAP has no matrices.
@@ -44,7 +46,7 @@ def make_optimizer(
         transforms["clip"] = _clip(optimizer.clip_norm)
     decays = jax.tree.map(
         lambda spec: (
-            spec.role != "constant" and (optimizer.decay_mask == "all" or _is_matrix(spec))
+            spec.role == "parameter" and (optimizer.decay_mask == "all" or _is_matrix(spec))
         ),
         parameters,
     )
@@ -61,8 +63,11 @@ def make_optimizer(
         if optimizer.weight_decay and optimizer.custom is None:
             transforms["decay"] = optax.add_decayed_weights(optimizer.weight_decay, decays)
         transforms["rate"] = _descend()
-    if any(spec.role == "constant" for spec in jax.tree.leaves(parameters)):
+    roles = {spec.role for spec in jax.tree.leaves(parameters)}
+    if "constant" in roles:
         transforms["constants"] = _keep_constants(parameters)
+    if "buffer" in roles:
+        transforms["expert_biases"] = update_expert_biases(parameters, bias_update_rate)
     if optimizer.ema_decay is not None:
         transforms[EMA] = _average(optimizer.ema_decay)
     return optax.named_chain(*transforms.items())

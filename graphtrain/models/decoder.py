@@ -284,7 +284,8 @@ def _spec(path: tuple[Any, ...], parameter: nnx.Variable) -> ArraySpec:
     axes = parameter.get_metadata("axes")
     stacked = ("layers",) if path[0].key == "layers" else ()
     array = parameter.get_value()
-    return ArraySpec(array.shape, (*stacked, *axes), str(array.dtype), "parameter")
+    role = parameter.get_metadata().get("role", "parameter")
+    return ArraySpec(array.shape, (*stacked, *axes), str(array.dtype), role)
 
 
 def _is_variable(x: Any) -> bool:

@@ -88,7 +88,8 @@ def _weights(model: Model, *, active: bool = False) -> int:
     if (mixture := model.moe) is not None:
         experts = mixture.experts_per_token if active else mixture.experts
         shared = (
-            (3 if is_gated(model) else 2) * embed * mixture.shared_expert_mlp + embed
+            (3 if is_gated(model) else 2) * embed * mixture.shared_expert_mlp
+            + embed * mixture.shared_expert_gate
             if mixture.shared_expert_mlp
             else 0
         )
@@ -109,7 +110,10 @@ def _biases(model: Model) -> int:
         "all": attention + mlp_biases,
     }
     mixture = model.moe
-    of_experts = mixture.experts * (1 + hidden + embed) if mixture and mixture.expert_bias else 0
+    of_experts = 0
+    if mixture is not None:
+        of_experts = mixture.experts * (1 + hidden + embed) if mixture.expert_bias else 0
+        of_experts += mixture.experts if mixture.bias_update_rate is not None else 0
     return model.layers * (biases_per_layer[model.bias] + of_experts)
 
 

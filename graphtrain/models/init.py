@@ -41,6 +41,11 @@ def zeros(model: Model, *axes: str | None) -> nnx.Param:
     return nnx.Param(jnp.zeros(_shape(model, axes)), axes=axes)
 
 
+def buffer(model: Model, *axes: str | None) -> nnx.Param:
+    """Return zeros with these array axes, which the step updates without gradients."""
+    return nnx.Param(jnp.zeros(_shape(model, axes)), axes=axes, role="buffer")
+
+
 def ones(model: Model, *axes: str | None) -> nnx.Param:
     """Return a parameter of ones with these array axes."""
     return nnx.Param(jnp.ones(_shape(model, axes)), axes=axes)

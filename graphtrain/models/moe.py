@@ -25,7 +25,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from graphtrain.config.schema import MixtureOfExperts, Model
+from graphtrain.config.schema import Model
 from graphtrain.models import init
 from graphtrain.models.activations import ACTIVATIONS
 from graphtrain.models.attention.ring_order import positions
@@ -37,6 +37,13 @@ from graphtrain.models.lora.layers import plain_array
 from graphtrain.models.matmul import dot
 from graphtrain.models.projection import PROJECTION, project, project_many
 from graphtrain.models.quantized_matmul import parameter_dot
+from graphtrain.models.routing import (
+    DROPPED,
+    layer_terms,
+    router_metrics,
+    slot_in_expert,
+    top_k,
+)
 from lowering.tracing.constrain import constrain, mesh_axes_of, placement
 from lowering.tracing.current_target import traced_target
 from lowering.tracing.recording import record
@@ -45,7 +52,6 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
 
-DROPPED = "dropped_choices"  # metric: fraction of the choices beyond the capacity
 # Products with gate and up -> hidden values, the input of down.
 GateUpFunction = Callable[[list[jax.Array]], jax.Array]
 
@@ -67,6 +73,8 @@ class MixtureMLP(nnx.Module):
         self.down = init.normal(
             model, keys, "experts", "mlp", "embed", scale=(2 * model.layers) ** -0.5
         )
+        if self.mixture.bias_update_rate is not None:
+            self.selection_bias = init.buffer(model, "router")
         if self.mixture.expert_bias:
             for name in self._wide_names():
                 setattr(self, f"{name}_bias", init.zeros(model, "experts", "mlp"))
@@ -78,7 +86,8 @@ class MixtureMLP(nnx.Module):
             self.shared_down = init.normal(
                 model, keys, "shared", "embed", scale=(2 * model.layers) ** -0.5
             )
-            self.shared_share = init.zeros(model, "embed")
+            if self.mixture.shared_expert_gate:
+                self.shared_share = init.zeros(model, "embed")
 
     @jax.named_scope("mixture")
     def __call__(
@@ -93,7 +102,8 @@ class MixtureMLP(nnx.Module):
                 scores = scores + self.router_bias[...]
             scores = constrain(scores, "batch", "seq", None)
         scores = record("mlp/router", scores, "batch", "seq", None)
-        shares, experts = top_k(scores, self.mixture)
+        bias = None if self.mixture.bias_update_rate is None else self.selection_bias[...]
+        shares, experts = top_k(scores, self.mixture, bias)
         metrics = router_metrics(scores, experts, self.mixture)
         if self.mixture.capacity_factor is None:
             output = self._dropless(x, shares, experts)
@@ -111,16 +121,18 @@ class MixtureMLP(nnx.Module):
 
     @jax.named_scope("shared")
     def _shared(self, x: jax.Array) -> jax.Array:
-        """Apply the shared expert to every token, scaled by a sigmoid gate of the token.
+        """Apply the shared expert to every token; with a gate, scaled by a sigmoid of the token.
 
         Source: Qwen team 2024, "Qwen1.5-MoE", https://qwenlm.github.io/blog/qwen-moe/
         """
         activate = ACTIVATIONS[self.model.activation]
         projections = project_many(self, self._shared_names(), "bse,em->bsm", x)
         hidden = activate(*(constrain(each, "batch", "seq", "shared") for each in projections))
+        output = project(self, "shared_down", "bsm,me->bse", hidden)
+        if not self.mixture.shared_expert_gate:
+            return output
         score = (x.astype(jnp.float32) * self.shared_share[...]).sum(-1, keepdims=True)
-        share = jax.nn.sigmoid(score).astype(x.dtype)
-        return project(self, "shared_down", "bsm,me->bse", hidden) * share
+        return output * jax.nn.sigmoid(score).astype(x.dtype)
 
     def _shared_names(self) -> tuple[str, ...]:
         return ("shared_gate", "shared_up") if is_gated(self.model) else ("shared_up",)
@@ -255,75 +267,6 @@ def dropless_experts(
         axis_names=axes,
         check_vma=False,
     )(x, shares, experts, gate_up, down, biases)
-
-
-def top_k(
-    scores: Float[Array, "batch seq router"], mixture: MixtureOfExperts
-) -> tuple[Float[Array, "batch seq choices"], Int[Array, "batch seq choices"]]:
-    """Return the weights and indices of each token's top-k experts.
-
-    The weights are the router's softmax probabilities; with `moe.normalize_topk` they are
-    rescaled to sum to 1 for each token.
-    """
-    shares, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), mixture.experts_per_token)
-    if mixture.normalize_topk:
-        shares = shares / shares.sum(-1, keepdims=True)
-    return shares, experts
-
-
-def slot_in_expert(
-    experts: Int[Array, "batch seq choices"], count: int
-) -> Int[Array, "batch seq choices"]:
-    """Return how many earlier choices in the same sequence chose the same expert.
-
-    `count` is the number of experts. Choices are counted in sequence order, so the result is the
-    slot that a choice takes at its expert.
-    """
-    chosen = jax.nn.one_hot(experts, count, dtype=jnp.int32)
-    flat = chosen.reshape(len(experts), -1, count)
-    earlier = (jnp.cumsum(flat, axis=1) - flat).reshape(chosen.shape)
-    return (earlier * chosen).sum(-1)
-
-
-def router_metrics(
-    scores: Float[Array, "batch seq router"],
-    experts: Int[Array, "batch seq choices"],
-    mixture: MixtureOfExperts,
-) -> dict[str, jax.Array]:
-    """Return the losses of one router without their weights, and the load of its experts.
-
-    All are means over tokens. A load is the number of an expert's choices over the mean number.
-
-    Source: Fedus et al. 2021, "Switch", equation 4, https://arxiv.org/abs/2101.03961, with f as
-    the fraction of all choices; Zoph et al. 2022, "ST-MoE", equation 5,
-    https://arxiv.org/abs/2202.08906
-    """
-    mean_choices = jax.nn.one_hot(experts, mixture.experts).mean((0, 1, 2))
-    mean_probs = jax.nn.softmax(scores, axis=-1).mean((0, 1))
-    return {
-        "balance_loss": mixture.experts * (mean_choices * mean_probs).sum(),
-        "router_z_loss": jnp.square(jax.nn.logsumexp(scores, axis=-1)).mean(),
-        "expert_load_max": mixture.experts * mean_choices.max(),
-        "expert_load_min": mixture.experts * mean_choices.min(),
-    }
-
-
-def metric_names(mixture: MixtureOfExperts) -> tuple[str, ...]:
-    """Return the names of the metrics of a mixture's layers."""
-    names = "balance_loss", "router_z_loss", "expert_load_max", "expert_load_min"
-    return names if mixture.capacity_factor is None else (*names, DROPPED)
-
-
-def layer_terms(
-    metrics: dict[str, jax.Array], mixture: MixtureOfExperts, layers: int
-) -> LayerTerms:
-    """Return the terms of one layer; summed over the model's layers they are means over layers."""
-    means = {name: value / layers for name, value in metrics.items()}
-    losses = {
-        "balance_loss": mixture.balance_loss * means["balance_loss"],
-        "router_z_loss": mixture.router_z_loss * means["router_z_loss"],
-    }
-    return LayerTerms(losses, jax.lax.stop_gradient(means))
 
 
 def _sorted_experts(

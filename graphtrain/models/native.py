@@ -51,9 +51,9 @@ class NativeModel:
 
     @property
     def layer_metrics(self) -> tuple[str, ...]:
-        from graphtrain.models import moe
+        from graphtrain.models import routing
 
-        return () if self.settings.moe is None else moe.metric_names(self.settings.moe)
+        return () if self.settings.moe is None else routing.metric_names(self.settings.moe)
 
     def pipeline_specs(self, specs: Tree, stages: Stages) -> Tree:
         from graphtrain.models import pipeline_stages

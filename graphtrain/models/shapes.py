@@ -1,6 +1,7 @@
 """Arrays of a training state, by arithmetic: equal to models.decoder.parameter_specs, untraced."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 from graphtrain.config.schema import Model, Optimizer
@@ -29,7 +30,7 @@ def parameter_arrays(model: Model) -> dict[str, ArraySpec]:
         layer |= {f"{norm}/{name}": spec for name, spec in _norm(model).items()}
     for name, spec in layer.items():
         shape, axes = (model.layers, *spec.shape), ("layers", *spec.axes)
-        arrays[f"layers/{name}"] = ArraySpec(shape, axes)
+        arrays[f"layers/{name}"] = replace(spec, shape=shape, axes=axes)
     return arrays
 
 
@@ -85,6 +86,8 @@ def _experts(model: Model) -> dict[str, ArraySpec]:
         **{name: _array(model, "experts", "embed", "mlp") for name in names},
         "down": _array(model, "experts", "mlp", "embed"),
     }
+    if model.moe.bias_update_rate is not None:
+        arrays["selection_bias"] = replace(_array(model, "router"), role="buffer")
     if model.moe.expert_bias:
         arrays |= {f"{name}_bias": _array(model, "experts", "mlp") for name in names}
         arrays["down_bias"] = _array(model, "experts", "embed")
@@ -92,7 +95,8 @@ def _experts(model: Model) -> dict[str, ArraySpec]:
     if model.moe.shared_expert_mlp is not None:
         arrays |= {f"shared_{name}": _array(model, "embed", "shared") for name in names}
         arrays["shared_down"] = _array(model, "shared", "embed")
-        arrays["shared_share"] = _array(model, "embed")
+        if model.moe.shared_expert_gate:
+            arrays["shared_share"] = _array(model, "embed")
     return arrays
 
 

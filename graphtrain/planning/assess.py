@@ -133,9 +133,9 @@ def _missing_reason(outcome: TaskOutcome) -> str:
 def _memory_by_part(peak: int, program: ResolvedProgram, plan: Plan) -> Memory:
     """Split the compiler's peak into parts: state is exact, gradients and activations estimated."""
     guess = estimated_memory(with_padding_layers(program))
-    roles = "parameter", "constant", "frozen", "optimizer"
-    trained, constants, frozen, optimizer = map(plan.bytes_per_device, roles)
-    parameters = trained + constants
+    roles = "parameter", "buffer", "constant", "frozen", "optimizer"
+    trained, buffers, constants, frozen, optimizer = map(plan.bytes_per_device, roles)
+    parameters = trained + buffers + constants
     remaining_bytes = max(0, peak - parameters - frozen - optimizer)
     gradients = min(guess.gradients, remaining_bytes)
     activations = min(guess.activations, remaining_bytes - gradients)

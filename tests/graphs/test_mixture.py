@@ -31,7 +31,7 @@ from graphtrain.models.flops import (
     step_flops_per_token,
 )
 from graphtrain.models.grouped_matmul import arrange, grouped_matmul
-from graphtrain.models.moe import layer_terms, router_metrics, slot_in_expert
+from graphtrain.models.routing import layer_terms, router_metrics, slot_in_expert
 from lowering.hlo.collectives import read
 
 DROPLESS = MixtureOfExperts(experts=4, experts_per_token=2)
@@ -263,9 +263,9 @@ def test_metrics_and_losses_of_a_step_are_those_of_numpy(monkeypatch):
     )
     recorded, routed = [], moe.top_k
 
-    def record(scores, of):
+    def record(scores, *of):
         jax.debug.callback(lambda found: recorded.append(np.asarray(found, np.float64)), scores)
-        return routed(scores, of)
+        return routed(scores, *of)
 
     monkeypatch.setattr(moe, "top_k", record)
     model = dataclasses.replace(LLAMA, moe=mixture, init_std=0.5)

@@ -48,7 +48,7 @@ MUTANTS = {
         ("tests/graphs/test_chunked.py",),
     ),
     "balance loss twice as large": Mutant(
-        "graphtrain/models/moe.py",
+        "graphtrain/models/routing.py",
         'mixture.balance_loss * means["balance_loss"]',
         '2 * mixture.balance_loss * means["balance_loss"]',
         ("tests/graphs/test_mixture.py",),

@@ -7,7 +7,7 @@ import pytest
 
 from graphtrain.config.schema import MixtureOfExperts
 from graphtrain.errors import TrainingError
-from graphtrain.models.moe import metric_names
+from graphtrain.models.routing import metric_names
 from graphtrain.run.earlier_runs import set_metrics_aside
 from graphtrain.run.log import RunLog
 from graphtrain.run.metrics import METRICS, Journal, read_journal

@@ -27,6 +27,8 @@ Remat = Literal["none", "attention", "dots", "full", "offload"]
 # never stores the scores. auto: flash if the target has a kernel for the model, else dense.
 AttentionImplementation = Literal["auto", "flash", "dense"]
 
+ScoreFunction = Literal["softmax", "sigmoid"]
+
 RotaryFraction = Annotated[float, Field(gt=0, le=1)]
 
 Activation = Literal["swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
@@ -42,8 +44,14 @@ class MixtureOfExperts:
     experts: Annotated[int, Field(ge=2)]  # number of experts in a layer
     experts_per_token: Positive = 2  # experts that process each token (top-k)
     normalize_topk: bool = True  # scale the gate weights of a token's experts to sum to 1
+    score_function: ScoreFunction = "softmax"  # of the router: over experts, or of each by itself
+    bias_update_rate: NotNegativeFloat | None = None  # balances experts by a bias, DeepSeek-V3
+    groups: Annotated[int, Field(ge=2)] | None = None  # experts are in groups; unset: in one
+    groups_per_token: Positive | None = None  # groups among whose experts a token chooses
+    routed_scaling_factor: PositiveFloat = 1.0  # of the weights of a token's experts
     expert_bias: bool = False  # router and experts add a bias to their products (gpt-oss)
-    shared_expert_mlp: Width | None = None  # hidden width of a gated expert for every token
+    shared_expert_mlp: Width | None = None  # hidden width of an expert for every token
+    shared_expert_gate: bool = True  # scale the shared expert by a sigmoid of the token (Qwen)
     capacity_factor: PositiveFloat | None = None  # tokens per expert over the mean; unset: dropless
     balance_loss: NotNegativeFloat = 0.01  # weight of Switch's loss (arxiv.org/abs/2101.03961)
     router_z_loss: NotNegativeFloat = 0.001  # weight of log(Z)^2, ST-MoE (arxiv.org/abs/2202.08906)
@@ -53,6 +61,24 @@ class MixtureOfExperts:
             raise ValueError(
                 f"experts_per_token = {self.experts_per_token} is more than "
                 f"experts = {self.experts}"
+            )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        groups, chosen = self.groups, self.groups_per_token
+        if (groups is None) != (chosen is None):
+            raise ValueError("groups and groups_per_token belong together; set both, or neither")
+        if groups is None or chosen is None:
+            return
+        if self.experts % groups or self.experts // groups < 2:
+            raise ValueError(
+                f"experts = {self.experts} is not a multiple of groups = {groups}, with at least "
+                "2 experts in each"
+            )
+        if chosen > groups or self.experts_per_token > chosen * self.experts // groups:
+            raise ValueError(
+                f"groups_per_token = {chosen} must be at most groups = {groups}, and enough for "
+                f"experts_per_token = {self.experts_per_token} experts"
             )
 
 

@@ -150,6 +150,13 @@ class Program:
                 "mixture of experts balances its experts over all replicas; use "
                 'gradient_reduction = "per_microbatch"'
             )
+        balanced = self.model.moe is not None and bool(self.model.moe.bias_update_rate)
+        if balanced and self.optimizer.kind == "schedule_free":
+            raise ValueError(
+                'optimizer.kind = "schedule_free" averages weights, and model.moe.bias_update_rate '
+                "updates biases of routers without gradients; choose another kind, or set "
+                "bias_update_rate = 0"
+            )
         chunk, seq_len = self.loss.chunk, self.batch.seq_len
         if isinstance(chunk, int) and seq_len % chunk:
             raise ValueError(f"batch.seq_len = {seq_len} is not a multiple of loss.chunk = {chunk}")

@@ -14,6 +14,7 @@ from graphtrain.weights.families.bloom import BLOOM
 from graphtrain.weights.families.family import Family, functional_settings
 from graphtrain.weights.families.gemma import GEMMA2, GEMMA3
 from graphtrain.weights.families.glm import GLM, GLM4
+from graphtrain.weights.families.glm_moe import GLM4_MOE
 from graphtrain.weights.families.gpt2 import GPT2
 from graphtrain.weights.families.gpt_oss import GPT_OSS
 from graphtrain.weights.families.internlm import INTERNLM, INTERNLM2
@@ -41,6 +42,7 @@ FAMILIES = (
     GLM,
     GLM4,
     GPT_OSS,
+    GLM4_MOE,
 )
 
 

@@ -192,6 +192,8 @@ def functional_settings(model: Model) -> Model:
         training = ("capacity_factor", "balance_loss", "router_z_loss")
         defaults = {item.name: item.default for item in fields(MixtureOfExperts)}
         mixture = replace(mixture, **{name: defaults[name] for name in training})
+        if mixture.bias_update_rate is not None:
+            mixture = replace(mixture, bias_update_rate=0.0)
     default = {item.name: item.default for item in Model.__dataclass_fields__.values()}
     non_functional = ("dtype", "remat", "dropout", "init_std")
     return replace(

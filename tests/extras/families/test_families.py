@@ -158,6 +158,13 @@ CASES = {
         | {"num_local_experts": 4, "head_dim": 8, "sliding_window": 5, "layer_types": WINDOWS}
         | {"rope_parameters": YARN | {"truncate": False}},
     ),
+    "glm4 mixture": Case(
+        "Glm4Moe",
+        EXPERTS
+        | {"n_routed_experts": 8, "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2}
+        | {"n_shared_experts": 2, "routed_scaling_factor": 2.5, "head_dim": 8, "use_qk_norm": True}
+        | {"first_k_dense_replace": 0, "num_mtp_layers": 0, "attention_bias": True},
+    ),
     "aquila": Case("Llama", SIZES, config={"model_type": "aquila"}),
     "internlm": Case(
         "Llama",
@@ -243,6 +250,9 @@ def randomised(reference: torch.nn.Module) -> torch.nn.Module:
     for parameter in reference.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = float(parameter.ndim == 1) + 0.2 * noise
+    for name, buffer in reference.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return reference.eval()
 
 
@@ -292,11 +302,12 @@ def reference_gradients(
     reference: torch.nn.Module, config: dict[str, Any]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Logits, and gradients under the decoder's names: they move as the weights do."""
+    loads = loads_of_experts(reference)
     want = logits_of(reference)
     torch.nn.functional.cross_entropy(want.flatten(0, 1), torch.tensor(TARGETS).ravel()).backward()
     family = family_of_config(config)
     model = family.model_from_config(config)
-    by_name = checkpoint_names(reference)
+    by_name = checkpoint_names(reference) | loads
     found: dict[str, list[np.ndarray]] = {}
     for piece in family.weights(model):
         arrays = to_decoder(piece, [by_name[name] for name in piece.names], model)
@@ -306,6 +317,26 @@ def reference_gradients(
     return want.detach().numpy(), {
         path: np.stack(arrays) if path in layered else arrays[0] for path, arrays in found.items()
     }
+
+
+def loads_of_experts(reference: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Return the number of choices of each expert, by the name of its bias, once it is called.
+
+    They are the gradients of the biases, which the step updates by them.
+    """
+    loads = {}
+
+    def count(name: str, module: torch.nn.Module, output: Any) -> None:
+        experts = len(module.e_score_correction_bias)
+        loads[name] = np.bincount(output[2].numpy().ravel(), minlength=experts)
+
+    for name, module in reference.named_modules():
+        if hasattr(module, "e_score_correction_bias"):
+            bias = f"{name}.e_score_correction_bias"
+            module.register_forward_hook(
+                lambda module, _, output, bias=bias: count(bias, module, output)
+            )
+    return loads
 
 
 def checkpoint_names(reference: torch.nn.Module) -> dict[str, np.ndarray]:

@@ -31,6 +31,11 @@ MODELS = {
     "internlm": {"bias": "attention"},
     "mixtral": {"moe": MixtureOfExperts(experts=4)},
     "gpt-oss": {"attention_sinks": True, "moe": MixtureOfExperts(experts=4, expert_bias=True)},
+    "glm4 mixture": {
+        "moe": MixtureOfExperts(
+            experts=4, bias_update_rate=0.001, shared_expert_mlp=24, shared_expert_gate=False
+        )
+    },
     "qwen2 mixture": {"moe": MixtureOfExperts(experts=4, shared_expert_mlp=24)},
 }
 

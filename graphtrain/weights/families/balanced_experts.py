@@ -1,0 +1,69 @@
+"""Experts of DeepSeek-V3 and GLM-4.5: sigmoid routing, balanced by a bias, and a shared expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from graphtrain.config.schema import MixtureOfExperts, Model
+from graphtrain.errors import WeightsError
+from graphtrain.weights.families.family import Config, WeightMapping
+from graphtrain.weights.families.mixtral import expert_rows
+
+_UPDATE_RATE = 0.001  # of DeepSeek-V3's training; config.json has none
+_BLOCK = "model.layers.{layer}.mlp"
+_SHARED = f"{_BLOCK}.shared_experts"
+
+
+@dataclass(frozen=True)
+class BalancedExperts:
+    """Number and groups of experts, their routing weights, and the width of the shared expert."""
+
+    def read(self, config: Config) -> dict[str, Any]:
+        width, groups = config["moe_intermediate_size"], config.get("n_group") or 1
+        shared = config.get("n_shared_experts") or 0
+        mixture = MixtureOfExperts(
+            experts=config["n_routed_experts"],
+            experts_per_token=config["num_experts_per_tok"],
+            normalize_topk=bool(config.get("norm_topk_prob", True)),
+            score_function="sigmoid",
+            bias_update_rate=_UPDATE_RATE,
+            groups=groups if groups > 1 else None,
+            groups_per_token=config["topk_group"] if groups > 1 else None,
+            routed_scaling_factor=config.get("routed_scaling_factor", 1.0),
+            shared_expert_mlp=shared * width or None,
+            shared_expert_gate=False,
+            balance_loss=0.0,
+            router_z_loss=0.0,
+        )
+        return {"mlp": width, "moe": mixture}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        mixture = model.moe
+        if mixture is None:
+            raise WeightsError("the model has no experts: program.model.moe is not set")
+        shared, rest = divmod(mixture.shared_expert_mlp or 0, model.mlp)
+        if rest:
+            raise WeightsError(
+                f"model.moe.shared_expert_mlp = {mixture.shared_expert_mlp} is not a multiple of "
+                f"model.mlp = {model.mlp}"
+            )
+        return {
+            "moe_intermediate_size": model.mlp,
+            "n_routed_experts": mixture.experts,
+            "num_experts_per_tok": mixture.experts_per_token,
+            "norm_topk_prob": mixture.normalize_topk,
+            "n_group": mixture.groups or 1,
+            "topk_group": mixture.groups_per_token or 1,
+            "routed_scaling_factor": mixture.routed_scaling_factor,
+            "n_shared_experts": shared,
+        }
+
+
+BALANCED_EXPERTS = (
+    *expert_rows(_BLOCK, "gate_proj", "up_proj", "down_proj"),
+    WeightMapping(f"{_BLOCK}.gate.e_score_correction_bias", ("layers/mlp/selection_bias",)),
+    WeightMapping(f"{_SHARED}.gate_proj.weight", ("layers/mlp/shared_gate",), "m e -> e m"),
+    WeightMapping(f"{_SHARED}.up_proj.weight", ("layers/mlp/shared_up",), "m e -> e m"),
+    WeightMapping(f"{_SHARED}.down_proj.weight", ("layers/mlp/shared_down",), "e m -> m e"),
+)

@@ -1,0 +1,64 @@
+"""Mixtures balanced by a bias: its gradient is the load, and the step moves it against that."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from programs import LLAMA, batch, loaded, placed_inputs, program, state_of
+from test_parallel import assert_close, loss_and_gradients
+from test_pipeline import GPIPE, ONE_ONE, assert_equals_one_device
+
+from graphtrain.config.schema import Batch, Mesh, MixtureOfExperts
+
+MIXTURE = MixtureOfExperts(
+    experts=8,
+    experts_per_token=2,
+    score_function="sigmoid",
+    bias_update_rate=0.01,
+    groups=4,
+    groups_per_token=2,
+    routed_scaling_factor=2.5,
+    shared_expert_mlp=24,
+    shared_expert_gate=False,
+    balance_loss=1e-4,
+)
+MODEL = dataclasses.replace(LLAMA, moe=MIXTURE, init_std=0.3)
+BATCH = Batch(global_batch_size=16, seq_len=16, microbatches=2)
+BIAS = "layers/mlp/selection_bias"
+
+
+def balanced(**settings):
+    return program(model=MODEL, batch=BATCH, **settings)
+
+
+def test_load_and_gradients_equal_those_of_one_device():
+    split = balanced(target="cpu:8", mesh=Mesh(fsdp=2, expert=2, tensor=2))
+    got, want = loss_and_gradients(split), loss_and_gradients(balanced())
+    assert_close(got, want)
+    load = want[f"gradients/{BIAS}"]
+    np.testing.assert_array_equal(load.sum(-1), [16 * 16 * 2] * 2)  # choices of all tokens
+    np.testing.assert_array_equal(got[f"gradients/{BIAS}"], load)
+
+
+@pytest.mark.parametrize("pipeline", [GPIPE, ONE_ONE], ids=["gpipe", "1f1b"])
+def test_ticks_without_a_microbatch_add_no_load(pipeline):
+    mesh = Mesh(data=2, stage=2, expert=2)
+    assert_equals_one_device(balanced(target="cpu:8", mesh=mesh, pipeline=pipeline))
+
+
+def test_a_step_moves_the_bias_against_the_load_and_no_moment():
+    of = balanced()
+    train = loaded(of, "train")
+    inputs = [placed_inputs(train, "state", state_of(of)), placed_inputs(train, "batch", batch(of))]
+    out = jax.device_get(train(*inputs, np.float32(1e-3)))
+    gradients = loss_and_gradients(of)
+    load = gradients.pop(f"gradients/{BIAS}")
+    want = 0.01 * np.sign(load.mean(-1, keepdims=True) - load)
+    state = out["state"]
+    np.testing.assert_allclose(state["parameters"]["layers"]["mlp"]["selection_bias"], want)
+    for moment in state["optimizer"]["adam"].values():
+        if isinstance(moment, dict):
+            assert not moment["layers"]["mlp"]["selection_bias"].any()
+    squares = [np.square(one).sum() for path, one in gradients.items() if "gradients/" in path]
+    np.testing.assert_allclose(out["metrics"]["grad_norm"], np.sqrt(sum(squares)), rtol=1e-5)
