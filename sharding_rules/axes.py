@@ -22,6 +22,8 @@ ARRAY_AXES = {
     "attention_kv_heads": "key and value heads inside attention, after a split of heads",
     "batch": "sequences of a step",
     "capacity": "tokens of one expert, up to its capacity",
+    "dense_layers": "the scanned stack of dense layers before those of a mixture",
+    "dense_mlp": "hidden features of the MLP of dense layers before those of a mixture",
     "dispatch_batch": "sequences of a step, while their tokens are dispatched to experts",
     "embed": "features of the residual stream",
     "experts": "experts of a mixture",

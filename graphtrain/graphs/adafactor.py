@@ -61,7 +61,7 @@ def scale_by_adafactor(parameters: Mapping[str, ArraySpec]) -> optax.GradientTra
 
 def _inner(spec: ArraySpec) -> tuple[int, ...]:
     """Return the dimensions of one parameter: without stacked layers and experts."""
-    stacks = ("virtual_stages", "layers", "experts")
+    stacks = ("virtual_stages", "layers", "dense_layers", "experts")
     return tuple(index for index, axis in enumerate(spec.axes) if axis not in stacks)
 
 

@@ -187,7 +187,8 @@ def _is_matrix(spec: ArraySpec) -> bool:
     Norms and biases have one axis beside layers and experts, or are the bias of a matrix whose
     output has two axes, such as heads and head_dim.
     """
-    axes = [axis for axis in spec.axes if axis not in ("virtual_stages", "layers", "experts")]
+    stacks = ("virtual_stages", "layers", "dense_layers", "experts")
+    axes = [axis for axis in spec.axes if axis not in stacks]
     return ("embed" in axes or "rank" in axes) and len(axes) > 1
 
 

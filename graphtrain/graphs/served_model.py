@@ -23,6 +23,7 @@ from graphtrain.models.attention.kv_cache import CacheRows, PackedTokens, layer_
 from graphtrain.models.int8_weight import Int8Weight, quantize_int8
 from graphtrain.models.lora.trainable import ADAPTERS
 from graphtrain.models.matmul import few_rows
+from graphtrain.models.shapes import STACKS
 from lowering.tracing.constrain import unsplit
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
@@ -47,7 +48,7 @@ def _serving_specs(path: str, spec: ArraySpec, program: ResolvedProgram) -> dict
 
     Vectors and routers stay float32, in which the model computes with them.
     """
-    rows = spec.axes[:1] == ("layers",)
+    rows = spec.axes[0] in STACKS
     order = _served_order(spec, program)
     shape, axes = tuple(spec.shape[i] for i in order), tuple(spec.axes[i] for i in order)
     served = ArraySpec(shape, axes, _served_dtype(spec, axes, program), spec.role)
@@ -90,7 +91,7 @@ def _served_dtype(spec: ArraySpec, axes: tuple[str | None, ...], program: Resolv
 def _is_multiplied_by_rows(spec: ArraySpec, program: ResolvedProgram) -> bool:
     """Return whether products with an array are models.matmul.dot: none of modules or experts."""
     is_module = open_language_model(program.model).uses_module_names
-    axes = [axis for axis in spec.axes if axis != "layers"]
+    axes = [axis for axis in spec.axes if axis not in STACKS]
     return not is_module and "experts" not in axes and len(axes) > 1
 
 
@@ -100,7 +101,7 @@ def _served_order(spec: ArraySpec, program: ResolvedProgram) -> list[int]:
     On a CPU, the summed axes of the native decoder's weights come last; see
     models.matmul.few_rows; embeddings and experts stay as they are.
     """
-    order = [index for index, axis in enumerate(spec.axes) if (index, axis) != (0, "layers")]
+    order = [index for index, axis in enumerate(spec.axes) if index or axis not in STACKS]
     if program.target.platform != "cpu" or not _is_multiplied_by_rows(spec, program):
         return order
     summed = _summed_axes(spec)
@@ -113,7 +114,7 @@ def _summed_axes(spec: ArraySpec) -> tuple[str | None, ...]:
     Its weights begin with "embed" where that is summed, and end with it where all others are;
     tables, which are looked up, sum none.
     """
-    axes = tuple(axis for axis in spec.axes if axis != "layers")
+    axes = tuple(axis for axis in spec.axes if axis not in STACKS)
     if axes[0] == "embed":
         return ("embed",)
     return axes[:-1] if axes[-1] == "embed" and axes[0] not in ("vocab", "positions") else ()

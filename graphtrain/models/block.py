@@ -26,7 +26,8 @@ from lowering.tracing.weight_layout import keep_row_major
 class Block(nnx.Module):
     """Transformer block: pre-normed attention and MLP, each added to the residual stream."""
 
-    def __init__(self, model: Model, keys: ParameterKeys):
+    def __init__(self, model: Model, keys: ParameterKeys, is_dense: bool = False):
+        """Build a block; one that `is_dense` has an MLP also in a model with mixtures."""
         self.dropout = model.dropout
         self.post_norm = model.post_norm
         self.attention_norm = Norm(model)
@@ -34,7 +35,10 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(model)
         if model.post_norm:
             self.attention_post_norm, self.mlp_post_norm = Norm(model), Norm(model)
-        self.mlp = MLP(model, keys) if model.moe is None else MixtureMLP(model, keys)
+        if model.moe is None or is_dense:
+            self.mlp = MLP(model, keys, "dense_mlp" if is_dense else "mlp")
+        else:
+            self.mlp = MixtureMLP(model, keys)
 
     def __call__(
         self,
@@ -118,6 +122,21 @@ def stack_layers(model: Model, keys: ParameterKeys) -> Block:
     return nnx.vmap(lambda key: Block(model, ParameterKeys(key)))(keys_by_layer)
 
 
+def stack_dense_layers(model: Model, keys: ParameterKeys) -> Block:
+    """Build the model's dense layers before those of a mixture, as stack_layers does the others."""
+    keys_by_layer = jax.random.split(keys(), model.dense_layers)
+    return nnx.vmap(lambda key: Block(model, ParameterKeys(key), is_dense=True))(keys_by_layer)
+
+
+def apply_dense_layers(
+    model: Model, layers: Block, x: jax.Array, dropout_key: jax.Array | None = None
+) -> jax.Array:
+    """Run x (batch, seq, embed) through the dense layers before those of a mixture."""
+    keys = None if dropout_key is None else jax.random.split(dropout_key, model.dense_layers)
+    x, _ = apply_stack(model, layers, x, keys, name="dense_layers")
+    return x
+
+
 def apply_layers(
     model: Model, layers: Block, x: jax.Array, dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, LayerTerms]:
@@ -155,6 +174,7 @@ def apply_stack(
     keys: jax.Array | None = None,
     is_layer: jax.Array | None = None,
     full: jax.Array | None = None,
+    name: str = "layers",
 ) -> tuple[jax.Array, LayerTerms]:
     """Run x through a stack of layers and sum their terms.
 
@@ -169,6 +189,7 @@ def apply_stack(
         is_layer: Whether each row is a layer; other rows, the padding of pipeline stages, leave x
             unchanged. Without it, all rows are layers.
         full: Whether each layer has global attention; see global_attention_layers.
+        name: Name of the stack, under which activations are recorded.
     """
     block, parameters = nnx.split(layers)
 
@@ -183,7 +204,8 @@ def apply_stack(
 
     scanned = (parameters, keys, is_layer, full)
     remat = partial(_checkpoint, model=model)
-    x, terms = scan_layers(one_layer, x, scanned, transform=remat, unroll=model.unroll)
+    unroll = model.unroll
+    x, terms = scan_layers(one_layer, x, scanned, name=name, transform=remat, unroll=unroll)
     return x, jax.tree.map(jnp.sum, terms)
 
 

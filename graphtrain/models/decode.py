@@ -13,8 +13,9 @@ from flax import nnx
 from graphtrain.config.schema import Model
 from graphtrain.models.attention.cache_layout import CachedLayer
 from graphtrain.models.attention.kv_cache import CacheRows, continue_rows, use_cache
-from graphtrain.models.block import has_global_attention
-from graphtrain.models.decoder import Parameters, merge
+from graphtrain.models.block import Block, has_global_attention
+from graphtrain.models.decoder import Decoder, Parameters, merge
+from graphtrain.models.shapes import STACKS
 from lowering.trees import Tree
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def cached_layers(model: Model) -> dict[str, CachedLayer]:
             model.head_dim,
             None if _is_global(model, index) else model.sliding_window,
         )
-        for index in range(model.layers)
+        for index in range(model.depth)
     }
 
 
@@ -63,20 +64,14 @@ def decode_step(
         last: Index of the only token whose logits are returned, a scalar.
         read: Returns what is returned in place of the logits.
     """
-    decoder = merge(model, {name: tree for name, tree in parameters.items() if name != "layers"})
-    block, _ = nnx.split(decoder.layers)
-    updated = {}
+    others = {name: tree for name, tree in parameters.items() if name not in STACKS}
+    decoder, updated = merge(model, others), {}
     with continue_rows(rows):
         x = decoder.embed(tokens, None)
         for index, (name, layer) in enumerate(kv_cache.items()):
-            weights = jax.tree.map(
-                lambda arrays, index=index: arrays[index],
-                parameters["layers"],
-                is_leaf=lambda node: isinstance(node, tuple),
-            )
             with use_cache(**layer) as cache:
-                full = _is_global(model, index)
-                x, _ = nnx.merge(block, nnx.State(weights))(x, None, full)
+                block = _block(decoder, parameters, index)
+                x, _ = block(x, None, _is_global(model, index))
             updated[name] = {"key": cache.key, "value": cache.value}
 
     def logits_at(indices: jax.Array) -> jax.Array:
@@ -88,6 +83,19 @@ def decode_step(
     if last is not None:
         x = jax.lax.dynamic_slice_in_dim(x, last, 1, 1)
     return decoder.unembed(decoder.final_norm(x)), updated
+
+
+def _block(decoder: Decoder, parameters: Parameters, index: int) -> Block:
+    """Return the block of the layer with an index, dense layers before those of a mixture first."""
+    dense = decoder.model.dense_layers
+    stack, row = ("dense_layers", index) if index < dense else ("layers", index - dense)
+    weights = jax.tree.map(
+        lambda arrays: arrays[row],
+        parameters[stack],
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+    block, _ = nnx.split(getattr(decoder, stack))
+    return nnx.merge(block, nnx.State(weights))
 
 
 def decode_step_in_loop(

@@ -25,17 +25,20 @@ from graphtrain.models.attention.segment_mask import segment_positions
 from graphtrain.models.block import (
     GATHERED_AXES,
     RESIDUAL_AXES,
+    apply_dense_layers,
     apply_layers,
     constrain_residual,
     dropout,
     gather_residual,
     split_key,
+    stack_dense_layers,
     stack_layers,
 )
 from graphtrain.models.layer_terms import LayerTerms
 from graphtrain.models.matmul import dot
 from graphtrain.models.norms import Norm
 from graphtrain.models.quantized_matmul import parameter_dot
+from graphtrain.models.shapes import STACKS
 from graphtrain.models.vocab_padding import mask_padding
 from lowering.tracing.constrain import constrain, in_shard_map
 from lowering.tracing.cpu_hints import materialize
@@ -174,6 +177,8 @@ class Decoder(nnx.Module):
     def __init__(self, model: Model, keys: init.ParameterKeys):
         self.model = model
         self.embedding = Embedding(model, keys)
+        if model.dense_layers:
+            self.dense_layers = stack_dense_layers(model, keys)
         self.layers = stack_layers(model, keys)
         self.final_norm = Norm(model)
         if not model.tie_word_embeddings:
@@ -184,13 +189,24 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, LayerTerms]:
         """Return normed hidden states (batch, seq, embed) and the layers' terms."""
         embedding_key, layers_key = split_key(dropout_key)
-        x = record("embedding", self.embed(tokens, embedding_key), *RESIDUAL_AXES)
+        x = self.before_layers(tokens, embedding_key)
         x, terms = apply_layers(self.model, self.layers, x, layers_key)
         return record("final_norm", self.final_norm(x), *RESIDUAL_AXES), terms
 
     def embed(self, tokens: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
         """Return embedded tokens (batch, seq, embed) after dropout."""
         return dropout(constrain_residual(self.embedding(tokens)), self.model.dropout, dropout_key)
+
+    def before_layers(self, tokens: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
+        """Return the residual stream (batch, seq, embed) that enters `layers`.
+
+        Token ids (batch, seq) are embedded, and run through the dense layers, if there are any.
+        """
+        x = record("embedding", self.embed(tokens, dropout_key), *RESIDUAL_AXES)
+        if not self.model.dense_layers:
+            return x
+        dense_key = None if dropout_key is None else jax.random.fold_in(dropout_key, 1)
+        return apply_dense_layers(self.model, self.dense_layers, x, dense_key)
 
     @jax.named_scope("head")
     def unembed(self, hidden: jax.Array) -> jax.Array:
@@ -269,7 +285,7 @@ def merge(model: Model, parameters: Parameters) -> Decoder:
     """
     structure, shapes = _abstract(model)
     with_reductions = {
-        name: tree if name == "layers" else attach_reductions(tree)
+        name: tree if name in STACKS else attach_reductions(tree)
         for name, tree in parameters.items()
     }
     return nnx.merge(structure, nnx.State({**nnx.to_pure_dict(shapes), **with_reductions}))
@@ -282,7 +298,7 @@ def _abstract(model: Model) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
 
 def _spec(path: tuple[Any, ...], parameter: nnx.Variable) -> ArraySpec:
     axes = parameter.get_metadata("axes")
-    stacked = ("layers",) if path[0].key == "layers" else ()
+    stacked = (path[0].key,) if path[0].key in STACKS else ()
     array = parameter.get_value()
     role = parameter.get_metadata().get("role", "parameter")
     return ArraySpec(array.shape, (*stacked, *axes), str(array.dtype), role)

@@ -27,7 +27,7 @@ def flops_per_token(model: Model, length: int) -> float:
 def forward_flops_by_part(model: Model, length: int) -> dict[Part, float]:
     """Return the forward pass's part of flops_per_token, by part of the model."""
     embed, query, key = _widths(model)
-    projections = model.layers * (2 * embed * query + 2 * embed * key)
+    projections = model.depth * (2 * embed * query + 2 * embed * key)
     mlp = _weights(model, active=True) - projections
     return {
         "attention projections": 2 * projections,
@@ -69,7 +69,7 @@ def useful_flops_per_token(program: Program) -> dict[str, float]:
 def attention_flops_per_token(model: Model, length: int) -> float:
     """Return the part of flops_per_token that computes scores and their products with values."""
     _, query, _ = _widths(model)
-    return 12.0 * model.layers * query * length
+    return 12.0 * model.depth * query * length
 
 
 def expert_flops_per_token(model: Model) -> float:
@@ -94,34 +94,50 @@ def _weights(model: Model, *, active: bool = False) -> int:
             else 0
         )
         mlp = experts * mlp + embed * mixture.experts + shared
-    return model.layers * (attention + mlp)
+    return model.depth * attention + model.layers * mlp + model.dense_layers * _dense_mlp(model)
+
+
+def _dense_mlp(model: Model) -> int:
+    """Return the weights in the products of one MLP of the dense layers before a mixture's."""
+    width = (model.moe and model.moe.dense_mlp) or 0
+    return (3 if is_gated(model) else 2) * model.embed * width
 
 
 def _biases(model: Model) -> int:
     embed, query, key = _widths(model)
     qkv = query + 2 * key
     hidden = (2 if is_gated(model) else 1) * model.mlp
-    mlp_biases = 0 if model.moe is not None else hidden + embed
     attention = qkv + embed
     biases_per_layer = {
         "none": 0,
         "qkv": qkv,
         "attention": attention,
-        "all": attention + mlp_biases,
+        "all": attention,
     }
     mixture = model.moe
+    total = model.depth * biases_per_layer[model.bias]
+    if model.bias == "all":
+        total += _mlp_biases(model)
     of_experts = 0
     if mixture is not None:
         of_experts = mixture.experts * (1 + hidden + embed) if mixture.expert_bias else 0
         of_experts += mixture.experts if mixture.bias_update_rate is not None else 0
-    return model.layers * (biases_per_layer[model.bias] + of_experts)
+    return total + model.layers * of_experts
+
+
+def _mlp_biases(model: Model) -> int:
+    """Return the elements of the biases of all MLPs that are no experts."""
+    widths = 2 if is_gated(model) else 1
+    if (mixture := model.moe) is None:
+        return model.layers * (widths * model.mlp + model.embed)
+    return model.dense_layers * (widths * (mixture.dense_mlp or 0) + model.embed)
 
 
 def _scales(model: Model) -> int:
     assert model.head_dim
-    norms = (4 if model.post_norm else 2) * model.layers + 1 + model.embedding_norm
-    heads = 2 * model.layers * model.head_dim if model.qk_norm else 0
-    sinks = model.layers * model.heads if model.attention_sinks else 0
+    norms = (4 if model.post_norm else 2) * model.depth + 1 + model.embedding_norm
+    heads = 2 * model.depth * model.head_dim if model.qk_norm else 0
+    sinks = model.depth * model.heads if model.attention_sinks else 0
     return (norms * model.embed + heads) * (2 if norm_has_bias(model) else 1) + sinks
 
 

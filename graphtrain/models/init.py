@@ -58,7 +58,8 @@ def _shape(model: Model, axes: tuple[str | None, ...]) -> tuple[int, ...]:
 
 def _size(model: Model, axis: str) -> int:
     """Return the size of an array axis: the setting of the same name, with a few exceptions."""
-    if axis in ("experts", "router", "shared"):
+    if axis in ("experts", "router", "shared", "dense_mlp"):
         assert model.moe is not None
-        return (model.moe.shared_expert_mlp or 0) if axis == "shared" else model.moe.experts
+        widths = {"shared": model.moe.shared_expert_mlp, "dense_mlp": model.moe.dense_mlp}
+        return widths.get(axis, model.moe.experts) or 0
     return getattr(model, "max_position_embeddings" if axis == "positions" else axis)

@@ -18,7 +18,7 @@ from sharding_rules.rules import Rules
 # Name scopes of the operations that exchange matrices.
 MUON_SCOPE, SOAP_SCOPE = "muon", "soap"
 
-_STACKS = ("virtual_stages", "layers", "experts", None)
+_STACKS = ("virtual_stages", "layers", "dense_layers", "experts", None)
 # Axes that together are the rows, or the columns, of a matrix. Every other axis is one alone.
 _HEADS = {"heads", "kv_heads", "head_dim"}
 _LOOKED_UP = {"vocab", "positions"}  # of embeddings and the LM head

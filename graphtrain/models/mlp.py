@@ -18,13 +18,14 @@ class MLP(nnx.Module):
     Source: Shazeer 2020, "GLU variants improve Transformer", https://arxiv.org/abs/2002.05202
     """
 
-    def __init__(self, model: Model, keys: init.ParameterKeys):
-        self.model = model
-        for name, axes in _wide(model).items():
+    def __init__(self, model: Model, keys: init.ParameterKeys, width: str = "mlp"):
+        """Build the MLP; `width` is the array axis of its hidden values."""
+        self.model, self.width = model, width
+        for name, axes in _wide(model, width).items():
             setattr(self, name, init.normal(model, keys, "embed", *axes))
-        self.down = init.normal(model, keys, "mlp", "embed", scale=(2 * model.layers) ** -0.5)
+        self.down = init.normal(model, keys, width, "embed", scale=(2 * model.depth) ** -0.5)
         if model.bias == "all":
-            for name, axes in _wide(model).items():
+            for name, axes in _wide(model, width).items():
                 setattr(self, f"{name}_bias", init.zeros(model, *axes))
             self.down_bias = init.zeros(model, "embed")
 
@@ -34,27 +35,30 @@ class MLP(nnx.Module):
         activate = ACTIVATIONS[self.model.activation]
         gate_up = self._widen(x)
         if not self.model.fused_gate_up:
-            names = _wide(self.model)
+            names = _wide(self.model, self.width)
             gate_up = [
-                record(f"mlp/{name}", projection, "batch", "seq", "mlp")
+                record(f"mlp/{name}", projection, "batch", "seq", self.width)
                 for name, projection in zip(names, gate_up, strict=True)
             ]
-        hidden = record("mlp/hidden", apply_activation(activate, gate_up), "batch", "seq", "mlp")
+        hidden = record(
+            "mlp/hidden", apply_activation(activate, gate_up), "batch", "seq", self.width
+        )
         return project(self, "down", "bsm,me->bse", hidden)
 
     def _widen(self, x: jax.Array) -> list[jax.Array]:
         """Return [gate, up], or [up] without a gate, each (batch, seq, mlp)."""
         if self.model.fused_gate_up:
             gate_up = project(self, "gate_up", "bse,epm->bspm", x)
-            gate_up = constrain(gate_up, "batch", "seq", None, "mlp")
+            gate_up = constrain(gate_up, "batch", "seq", None, self.width)
             return [gate_up[:, :, 0], gate_up[:, :, 1]]
-        projections = project_many(self, tuple(_wide(self.model)), "bse,em->bsm", x)
-        return [constrain(projection, "batch", "seq", "mlp") for projection in projections]
+        names = tuple(_wide(self.model, self.width))
+        projections = project_many(self, names, "bse,em->bsm", x)
+        return [constrain(projection, "batch", "seq", self.width) for projection in projections]
 
 
-def _wide(model: Model) -> dict[str, tuple[str | None, ...]]:
+def _wide(model: Model, width: str) -> dict[str, tuple[str | None, ...]]:
     """Return the names of gate and up parameters, with their array axes after embed."""
     if model.fused_gate_up:
-        return {"gate_up": (None, "mlp")}  # stacked, so that a device has both of a column
+        return {"gate_up": (None, width)}  # stacked, so that a device has both of a column
     names = ("gate", "up") if is_gated(model) else ("up",)
-    return dict.fromkeys(names, ("mlp",))
+    return dict.fromkeys(names, (width,))

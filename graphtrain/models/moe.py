@@ -71,7 +71,7 @@ class MixtureMLP(nnx.Module):
             self.gate = init.normal(model, keys, "experts", "embed", "mlp")
         self.up = init.normal(model, keys, "experts", "embed", "mlp")
         self.down = init.normal(
-            model, keys, "experts", "mlp", "embed", scale=(2 * model.layers) ** -0.5
+            model, keys, "experts", "mlp", "embed", scale=(2 * model.depth) ** -0.5
         )
         if self.mixture.bias_update_rate is not None:
             self.selection_bias = init.buffer(model, "router")
@@ -84,7 +84,7 @@ class MixtureMLP(nnx.Module):
             for name in self._shared_names():
                 setattr(self, name, init.normal(model, keys, "embed", "shared"))
             self.shared_down = init.normal(
-                model, keys, "shared", "embed", scale=(2 * model.layers) ** -0.5
+                model, keys, "shared", "embed", scale=(2 * model.depth) ** -0.5
             )
             if self.mixture.shared_expert_gate:
                 self.shared_share = init.zeros(model, "embed")

@@ -12,7 +12,7 @@ from sharding_rules.arrays import ArraySpec
 
 Z, EMA = "schedule_free/z", "ema"  # parts of the state that begin as copies of the weights
 MOMENTS = ("mu", "trace")  # names of first moments in the states of optax
-_STACKS = ("virtual_stages", "layers", "experts")
+_STACKS = ("virtual_stages", "layers", "dense_layers", "experts")
 
 
 def copies_of_weights(optimizer: Optimizer) -> list[str]:

@@ -28,6 +28,7 @@ from sharding_rules.pipeline import Stages
 
 # (logits, microbatch) -> (objective to minimize, values to report)
 LossFunction = Callable[[jax.Array, Tree], tuple[jax.Array, Any]]
+_FIRST = ("embedding", "dense_layers")  # parameters before the stages
 Keys = Callable[[jax.Array], jax.Array]  # microbatch index -> dropout key
 
 
@@ -90,8 +91,8 @@ def decoder_pipeline(
         return split_key(None if keys is None else keys(microbatch_index))
 
     def embed_stage(weights: Tree, microbatch: Tree, microbatch_index: jax.Array) -> jax.Array:
-        x = merge(model, weights).embed(microbatch["tokens"], keys_of(microbatch_index)[0])
-        return record("embedding", x, *RESIDUAL_AXES)
+        embedding_key = keys_of(microbatch_index)[0]
+        return merge(model, weights).before_layers(microbatch["tokens"], embedding_key)
 
     def layer_stage(
         rows: Tree, x: jax.Array, microbatch_index: jax.Array, chunk: jax.Array
@@ -130,10 +131,14 @@ def decoder_pipeline(
 
 
 def split_for_pipeline(model: Model, parameters: Parameters) -> Tree:
-    """Divide parameters as Pipeline requires: first, stages, last; a tied head is in two parts."""
+    """Divide parameters as Pipeline requires: first, stages, last; a tied head is in two parts.
+
+    Dense layers before those of a mixture are in the first, with the embedding: every stage runs
+    its share of the microbatches through them.
+    """
     last = ("final_norm", "embedding") if model.tie_word_embeddings else ("final_norm", "head")
     return {
-        "first": {"embedding": parameters["embedding"]},
+        "first": {name: parameters[name] for name in _FIRST if name in parameters},
         "stages": parameters["layers"],
         "last": {name: parameters[name] for name in last},
     }
@@ -141,10 +146,10 @@ def split_for_pipeline(model: Model, parameters: Parameters) -> Tree:
 
 def merge_gradients(gradients: Tree) -> Tree:
     """Return the gradients before split_for_pipeline; those of a tied head are summed."""
-    merged = {**gradients["last"], "layers": gradients["stages"]}
     embedding = gradients["first"]["embedding"]
-    if "embedding" in merged:
-        embedding = jax.tree.map(jnp.add, embedding, merged["embedding"])
+    merged = {**gradients["first"], **gradients["last"], "layers": gradients["stages"]}
+    if "embedding" in gradients["last"]:
+        embedding = jax.tree.map(jnp.add, embedding, gradients["last"]["embedding"])
     return {**merged, "embedding": embedding}
 
 

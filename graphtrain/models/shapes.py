@@ -9,6 +9,8 @@ from graphtrain.models.flops import is_gated, norm_has_bias
 from graphtrain.models.optimizer_state import optimizer_arrays
 from sharding_rules.arrays import ArraySpec
 
+STACKS = ("dense_layers", "layers")  # parameters with a leading layer axis of this name
+
 
 @cache
 def parameter_arrays(model: Model) -> dict[str, ArraySpec]:
@@ -23,15 +25,26 @@ def parameter_arrays(model: Model) -> dict[str, ArraySpec]:
         arrays["embedding/positions"] = _array(model, "positions", "embed")
     if not model.tie_word_embeddings:
         arrays["head"] = _array(model, "embed", "vocab")
-    layer = {f"attention/{name}": spec for name, spec in _attention(model).items()}
-    layer |= {f"mlp/{name}": spec for name, spec in _mlp(model).items()}
+    if model.dense_layers:
+        arrays |= _stack(model, "dense_layers", model.dense_layers, _mlp(model, "dense_mlp"))
+    return arrays | _stack(
+        model, "layers", model.layers, _mlp(model) if model.moe is None else _experts(model)
+    )
+
+
+def _stack(
+    model: Model, stack: str, count: int, mlp: Mapping[str, ArraySpec]
+) -> dict[str, ArraySpec]:
+    """Return the ArraySpecs of `count` stacked blocks with an MLP of these arrays."""
+    block = {f"attention/{name}": spec for name, spec in _attention(model).items()}
+    block |= {f"mlp/{name}": spec for name, spec in mlp.items()}
     post = ("attention_post_norm", "mlp_post_norm") if model.post_norm else ()
     for norm in ("attention_norm", "mlp_norm", *post):
-        layer |= {f"{norm}/{name}": spec for name, spec in _norm(model).items()}
-    for name, spec in layer.items():
-        shape, axes = (model.layers, *spec.shape), ("layers", *spec.axes)
-        arrays[f"layers/{name}"] = replace(spec, shape=shape, axes=axes)
-    return arrays
+        block |= {f"{norm}/{name}": spec for name, spec in _norm(model).items()}
+    return {
+        f"{stack}/{name}": replace(spec, shape=(count, *spec.shape), axes=(stack, *spec.axes))
+        for name, spec in block.items()
+    }
 
 
 def state_arrays(parameters: Mapping[str, ArraySpec], optimizer: Optimizer) -> dict[str, ArraySpec]:
@@ -63,15 +76,13 @@ def _attention(model: Model) -> dict[str, ArraySpec]:
     return arrays
 
 
-def _mlp(model: Model) -> dict[str, ArraySpec]:
-    if model.moe is not None:
-        return _experts(model)
+def _mlp(model: Model, width: str = "mlp") -> dict[str, ArraySpec]:
     names = ("gate", "up") if is_gated(model) else ("up",)
-    output_axes: dict[str, tuple[str | None, ...]] = dict.fromkeys(names, ("mlp",))
+    output_axes: dict[str, tuple[str | None, ...]] = dict.fromkeys(names, (width,))
     if model.fused_gate_up:
         output_axes = {"gate_up": (None, "mlp")}
     arrays = {name: _array(model, "embed", *axes) for name, axes in output_axes.items()}
-    arrays["down"] = _array(model, "mlp", "embed")
+    arrays["down"] = _array(model, width, "embed")
     if model.bias == "all":
         arrays |= {f"{name}_bias": _array(model, *axes) for name, axes in output_axes.items()}
         arrays["down_bias"] = _array(model, "embed")
@@ -111,9 +122,10 @@ def _array(model: Model, *axes: str | None) -> ArraySpec:
 
 def _size(model: Model, axis: str | None) -> int:
     """Return the size of an array axis as models.weights does; None is a pair, gate and up."""
-    if axis in ("experts", "router", "shared"):
+    if axis in ("experts", "router", "shared", "dense_mlp"):
         assert model.moe is not None
-        return (model.moe.shared_expert_mlp or 0) if axis == "shared" else model.moe.experts
+        widths = {"shared": model.moe.shared_expert_mlp, "dense_mlp": model.moe.dense_mlp}
+        return widths.get(axis, model.moe.experts) or 0
     return (
         2
         if axis is None

@@ -21,6 +21,8 @@ MIXTURE = MixtureOfExperts(
     routed_scaling_factor=2.5,
     shared_expert_mlp=24,
     shared_expert_gate=False,
+    dense_layers=2,
+    dense_mlp=40,
     balance_loss=1e-4,
 )
 MODEL = dataclasses.replace(LLAMA, moe=MIXTURE, init_std=0.3)

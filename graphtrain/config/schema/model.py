@@ -11,6 +11,7 @@ from graphtrain.config.schema.types import (
     ComputeDtype,
     Count,
     DropoutRate,
+    NotNegative,
     NotNegativeFloat,
     Positive,
     PositiveFloat,
@@ -44,6 +45,8 @@ class MixtureOfExperts:
     experts: Annotated[int, Field(ge=2)]  # number of experts in a layer
     experts_per_token: Positive = 2  # experts that process each token (top-k)
     normalize_topk: bool = True  # scale the gate weights of a token's experts to sum to 1
+    dense_layers: NotNegative = 0  # layers with an MLP of dense_mlp before those of the mixture
+    dense_mlp: Width | None = None  # hidden width of the MLP of the dense_layers
     score_function: ScoreFunction = "softmax"  # of the router: over experts, or of each by itself
     bias_update_rate: NotNegativeFloat | None = None  # balances experts by a bias, DeepSeek-V3
     groups: Annotated[int, Field(ge=2)] | None = None  # experts are in groups; unset: in one
@@ -62,6 +65,8 @@ class MixtureOfExperts:
                 f"experts_per_token = {self.experts_per_token} is more than "
                 f"experts = {self.experts}"
             )
+        if (self.dense_layers > 0) != (self.dense_mlp is not None):
+            raise ValueError("dense_layers and dense_mlp belong together; set both, or neither")
         self._check_groups()
 
     def _check_groups(self) -> None:
@@ -141,7 +146,7 @@ _SCALING_SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 class Model:
     """A decoder-only transformer. Defaults are Llama's; GPT-2 is a choice of the settings."""
 
-    layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]  # number of transformer blocks
+    layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]  # transformer blocks after moe.dense_layers
     embed: Width  # width of the residual stream (hidden size)
     heads: Width  # number of query heads
     kv_heads: Width | None = None  # number of key and value heads; unset: as many as heads
@@ -185,6 +190,16 @@ class Model:
     def vocab_tokens(self) -> int:
         """Number of rows of the embedding that stand for a token."""
         return self.vocab - (self.vocab_padding or 0)
+
+    @property
+    def dense_layers(self) -> int:
+        """Number of layers before `layers` that have an MLP although the others are mixtures."""
+        return self.moe.dense_layers if self.moe else 0
+
+    @property
+    def depth(self) -> int:
+        """Number of all transformer blocks."""
+        return self.dense_layers + self.layers
 
     @property
     def rotary_dim(self) -> int:
@@ -235,6 +250,10 @@ class Model:
         if self.moe is not None and self.fused_gate_up:
             raise ValueError(
                 "fused_gate_up is only for dense models; set fused_gate_up = false for moe"
+            )
+        if self.dense_layers and self.global_attention_every is not None:
+            raise ValueError(
+                "moe.dense_layers cannot be used with global_attention_every; remove one"
             )
 
     def _check_positions(self) -> None:

@@ -150,6 +150,11 @@ class Program:
                 "mixture of experts balances its experts over all replicas; use "
                 'gradient_reduction = "per_microbatch"'
             )
+        if self.model.dense_layers and self.adapter is not None:
+            raise ValueError(
+                "adapter does not support model.moe.dense_layers: their matrices would have no "
+                "LoRA factors; train all weights, or open the model with model.hf"
+            )
         balanced = self.model.moe is not None and bool(self.model.moe.bias_update_rate)
         if balanced and self.optimizer.kind == "schedule_free":
             raise ValueError(

@@ -44,7 +44,7 @@ class Attention(nnx.Module):
         self.key = init.normal(model, keys, "embed", "kv_heads", "head_dim")
         self.value = init.normal(model, keys, "embed", "kv_heads", "head_dim")
         self.output = init.normal(
-            model, keys, "heads", "head_dim", "embed", scale=(2 * model.layers) ** -0.5
+            model, keys, "heads", "head_dim", "embed", scale=(2 * model.depth) ** -0.5
         )
         if model.bias != "none":
             self.query_bias = init.zeros(model, "heads", "head_dim")

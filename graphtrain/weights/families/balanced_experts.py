@@ -1,4 +1,7 @@
-"""Experts of DeepSeek-V3 and GLM-4.5: sigmoid routing, balanced by a bias, and a shared expert."""
+"""Layers of DeepSeek-V3 and GLM-4.5: first dense ones, then mixtures with a shared expert.
+
+Experts are routed by sigmoid and balanced by a bias.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,30 @@ from graphtrain.weights.families.mixtral import expert_rows
 
 _UPDATE_RATE = 0.001  # of DeepSeek-V3's training; config.json has none
 _BLOCK = "model.layers.{layer}.mlp"
+_DENSE_BLOCK = "model.layers.{dense}.mlp"
 _SHARED = f"{_BLOCK}.shared_experts"
+_WIDEN, _NARROW = "dense_layers m e -> dense_layers e m", "dense_layers e m -> dense_layers m e"
 
 
 @dataclass(frozen=True)
 class BalancedExperts:
-    """Number and groups of experts, their routing weights, and the width of the shared expert."""
+    """Number of layers, dense ones and others; experts, their routing, and the shared expert."""
 
     def read(self, config: Config) -> dict[str, Any]:
         width, groups = config["moe_intermediate_size"], config.get("n_group") or 1
         shared = config.get("n_shared_experts") or 0
+        layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
+        if dense >= layers:
+            raise WeightsError(
+                f"config.json: first_k_dense_replace = {dense} leaves none of num_hidden_layers = "
+                f"{layers} for a mixture of experts"
+            )
         mixture = MixtureOfExperts(
             experts=config["n_routed_experts"],
             experts_per_token=config["num_experts_per_tok"],
             normalize_topk=bool(config.get("norm_topk_prob", True)),
+            dense_layers=dense,
+            dense_mlp=config["intermediate_size"] if dense else None,
             score_function="sigmoid",
             bias_update_rate=_UPDATE_RATE,
             groups=groups if groups > 1 else None,
@@ -36,7 +49,7 @@ class BalancedExperts:
             balance_loss=0.0,
             router_z_loss=0.0,
         )
-        return {"mlp": width, "moe": mixture}
+        return {"layers": layers - dense, "mlp": width, "moe": mixture}
 
     def write(self, model: Model) -> dict[str, Any]:
         mixture = model.moe
@@ -49,6 +62,9 @@ class BalancedExperts:
                 f"model.mlp = {model.mlp}"
             )
         return {
+            "num_hidden_layers": model.depth,
+            "first_k_dense_replace": model.dense_layers,
+            "intermediate_size": mixture.dense_mlp or model.mlp,
             "moe_intermediate_size": model.mlp,
             "n_routed_experts": mixture.experts,
             "num_experts_per_tok": mixture.experts_per_token,
@@ -60,7 +76,10 @@ class BalancedExperts:
         }
 
 
-BALANCED_EXPERTS = (
+MLPS = (
+    WeightMapping(f"{_DENSE_BLOCK}.gate_proj.weight", ("dense_layers/mlp/gate",), _WIDEN),
+    WeightMapping(f"{_DENSE_BLOCK}.up_proj.weight", ("dense_layers/mlp/up",), _WIDEN),
+    WeightMapping(f"{_DENSE_BLOCK}.down_proj.weight", ("dense_layers/mlp/down",), _NARROW),
     *expert_rows(_BLOCK, "gate_proj", "up_proj", "down_proj"),
     WeightMapping(f"{_BLOCK}.gate.e_score_correction_bias", ("layers/mlp/selection_bias",)),
     WeightMapping(f"{_SHARED}.gate_proj.weight", ("layers/mlp/shared_gate",), "m e -> e m"),

@@ -41,7 +41,9 @@ class SettingMapping(Protocol):
 class WeightMapping:
     """Mapping between tensors of Hugging Face and arrays of the decoder with the same values."""
 
-    name: str  # Hugging Face's; {layer} for one layer, {expert} for all experts of a layer
+    # Hugging Face's; {layer} for one layer, {expert} for all experts of a layer, {dense} for all
+    # dense layers before those of a mixture.
+    name: str
     paths: tuple[str, ...]  # the decoder's; several if Hugging Face packs them into one tensor
     pattern: str = (
         IDENTITY_PATTERN  # einops; packed arrays are stacked along the first axis of the result
@@ -58,7 +60,7 @@ class LayerWeights:
 
     row: WeightMapping
     layer: int | None  # None: outside the layers
-    names: tuple[str, ...]  # tensor names; several: one for each expert
+    names: tuple[str, ...]  # tensor names; several: one for each expert, or dense layer
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def to_decoder(
         WeightsError: the shape of a tensor does not match the model.
     """
     row = layer_weights.row
-    tensor = tensors[0] if "{expert}" not in row.name else np.stack(tensors)
+    tensor = np.stack(tensors) if is_stacked(row) else tensors[0]
     rearranged = _rearrange(layer_weights, tensor, row.pattern, model)
     if row.split is not None:
         arrays = row.split(rearranged, model)
@@ -173,7 +175,7 @@ def to_hugging_face(
     rearranged = _rearrange(
         layer_weights, joined, f"{right} -> {left}" if row.pattern else IDENTITY_PATTERN, model
     )
-    if "{expert}" in row.name:
+    if is_stacked(layer_weights.row):
         yield from zip(layer_weights.names, rearranged, strict=True)
     else:
         yield layer_weights.names[0], rearranged
@@ -205,7 +207,34 @@ def functional_settings(model: Model) -> Model:
     )
 
 
+def is_stacked(row: WeightMapping) -> bool:
+    """Return whether a row stacks several tensors of Hugging Face in one array."""
+    return "{expert}" in row.name or "{dense}" in row.name
+
+
+def with_dense_layers(rows: Sequence[WeightMapping]) -> tuple[WeightMapping, ...]:
+    """Return rows of layers, and the same of the dense layers before those of a mixture.
+
+    Rows have one path each, and patterns without the sizes of a mixture.
+    """
+
+    def dense(row: WeightMapping) -> WeightMapping:
+        left, _, right = row.pattern.partition(" -> ")
+        return replace(
+            row,
+            name=row.name.replace("{layer}", "{dense}"),
+            paths=tuple(path.replace("layers/", "dense_layers/", 1) for path in row.paths),
+            pattern=f"dense_layers {left} -> dense_layers {right}" if left else IDENTITY_PATTERN,
+        )
+
+    return (*rows, *map(dense, rows))
+
+
 def _names(row: WeightMapping, layer: int | None, model: Model) -> tuple[str, ...]:
+    if "{dense}" in row.name:
+        return tuple(row.name.format(dense=index) for index in range(model.dense_layers))
+    if layer is not None:
+        layer += model.dense_layers
     if "{expert}" not in row.name:
         return (row.name.format(layer=layer),)
     assert model.moe is not None

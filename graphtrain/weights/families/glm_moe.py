@@ -1,7 +1,7 @@
 """GLM-4.5: rotary positions of half of each head, sigmoid routing and a shared expert."""
 
-from graphtrain.weights.families.balanced_experts import BALANCED_EXPERTS, BalancedExperts
-from graphtrain.weights.families.family import Family
+from graphtrain.weights.families.balanced_experts import MLPS, BalancedExperts
+from graphtrain.weights.families.family import Family, with_dense_layers
 from graphtrain.weights.families.llama import (
     ATTENTION,
     EMBEDDING_AND_HEAD_ROWS,
@@ -10,20 +10,19 @@ from graphtrain.weights.families.llama import (
     SIZES,
     TIED_HEAD_SETTING,
 )
-from graphtrain.weights.families.settings import EnumSetting, FixedEntry, Rope
+from graphtrain.weights.families.settings import EnumSetting, Rope
 
 GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     (
-        *(setting for setting in SIZES if setting.setting != "mlp"),
+        *(setting for setting in SIZES if setting.setting not in ("layers", "mlp")),
         *GROUPED_QUERY_SETTINGS,
         *TIED_HEAD_SETTING,
         Rope(partial=0.5),
         EnumSetting("bias", "attention_bias", {False: "none", True: "qkv"}, False),
         EnumSetting("qk_norm", "use_qk_norm", {False: False, True: True}, False),
         BalancedExperts(),
-        FixedEntry("first_k_dense_replace", 0),
     ),
-    (*EMBEDDING_AND_HEAD_ROWS, *NORMS, *ATTENTION, *BALANCED_EXPERTS),
+    (*EMBEDDING_AND_HEAD_ROWS, *with_dense_layers((*NORMS, *ATTENTION)), *MLPS),
 )

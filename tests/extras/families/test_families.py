@@ -163,7 +163,7 @@ CASES = {
         EXPERTS
         | {"n_routed_experts": 8, "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2}
         | {"n_shared_experts": 2, "routed_scaling_factor": 2.5, "head_dim": 8, "use_qk_norm": True}
-        | {"first_k_dense_replace": 0, "num_mtp_layers": 0, "attention_bias": True},
+        | {"first_k_dense_replace": 2, "num_mtp_layers": 0, "attention_bias": True},
     ),
     "aquila": Case("Llama", SIZES, config={"model_type": "aquila"}),
     "internlm": Case(

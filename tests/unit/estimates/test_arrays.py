@@ -33,7 +33,12 @@ MODELS = {
     "gpt-oss": {"attention_sinks": True, "moe": MixtureOfExperts(experts=4, expert_bias=True)},
     "glm4 mixture": {
         "moe": MixtureOfExperts(
-            experts=4, bias_update_rate=0.001, shared_expert_mlp=24, shared_expert_gate=False
+            experts=4,
+            bias_update_rate=0.001,
+            shared_expert_mlp=24,
+            shared_expert_gate=False,
+            dense_layers=2,
+            dense_mlp=40,
         )
     },
     "qwen2 mixture": {"moe": MixtureOfExperts(experts=4, shared_expert_mlp=24)},
