@@ -196,7 +196,9 @@ def _write_model_configs(directory: Path) -> None:
 _MIXTURE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 264,
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts": 4,
-    "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "num_experts_per_tok": 2, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8,
+    "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "norm_topk_prob": True,
     "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4},
     "max_position_embeddings": 128, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128,

@@ -41,7 +41,7 @@ class DeviceSizes:
             return size / mesh.size(rules.activations.get(axis, ()))
 
         inside, chunk = split(batch.seq_len, "seq"), loss_chunk(program)
-        layers = model.layers / mesh.size(rules.parameters.get("layers", ()))
+        layers = model.dense_layers + model.layers / mesh.size(rules.parameters.get("layers", ()))
         return cls(
             sequences=split(batch.microbatch_rows, "batch"),
             seq_residual=split(batch.seq_len, "residual"),

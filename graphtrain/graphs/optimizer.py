@@ -189,7 +189,7 @@ def _is_matrix(spec: ArraySpec) -> bool:
     """
     stacks = ("virtual_stages", "layers", "dense_layers", "experts")
     axes = [axis for axis in spec.axes if axis not in stacks]
-    return ("embed" in axes or "rank" in axes) and len(axes) > 1
+    return bool({"embed", "rank", "q_lora", "kv_lora"}.intersection(axes)) and len(axes) > 1
 
 
 def pack(optimizer_state: Any) -> Tree:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from graphtrain.config.schema import Model
+from graphtrain.models.attention.latent import LatentAttention
 from graphtrain.models.attention.module import Attention
 from graphtrain.models.init import ParameterKeys
 from graphtrain.models.layer_terms import NO_TERMS, LayerTerms
@@ -31,7 +32,8 @@ class Block(nnx.Module):
         self.dropout = model.dropout
         self.post_norm = model.post_norm
         self.attention_norm = Norm(model)
-        self.attention = Attention(model, keys)
+        is_latent = model.latent_attention is not None
+        self.attention = (LatentAttention if is_latent else Attention)(model, keys)
         self.mlp_norm = Norm(model)
         if model.post_norm:
             self.attention_post_norm, self.mlp_post_norm = Norm(model), Norm(model)

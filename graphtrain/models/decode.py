@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 def cached_layers(model: Model) -> dict[str, CachedLayer]:
     """Return the layers whose keys and values are cached, by name."""
     assert model.kv_heads and model.head_dim
+    if (latent := model.latent_attention) is not None:
+        width = latent.qk_rope_head_dim + latent.kv_lora_rank
+        layer = CachedLayer(1, width, value_dim=latent.kv_lora_rank)
+        return {f"{index:03}": layer for index in range(model.depth)}
     return {
         f"{index:03}": CachedLayer(
             model.kv_heads,

@@ -7,6 +7,32 @@ from graphtrain.config.schema import Model, Program
 Part = Literal["attention projections", "attention scores", "MLP", "LM head"]
 
 
+# Array axes of latent attention, whose sizes are not settings of the same name.
+LATENT_AXES = (
+    "q_lora", "q_latent", "kv_lora", "kv_latent", "nope_head_dim", "rope_head_dim", "v_head_dim",
+)  # fmt: skip
+
+
+def latent_size(model: Model, axis: str) -> int:
+    """Return the size of one of LATENT_AXES."""
+    latent = model.latent_attention
+    assert latent is not None and model.head_dim
+    sizes = {
+        "q_lora": latent.q_lora_rank or 0,
+        "kv_lora": latent.kv_lora_rank,
+        "nope_head_dim": model.head_dim - latent.qk_rope_head_dim,
+        "rope_head_dim": latent.qk_rope_head_dim,
+        "v_head_dim": latent.v_head_dim,
+    }
+    return sizes[axis.replace("latent", "lora")]
+
+
+def value_head_dim(model: Model) -> int:
+    """Return the width of a value head, which is head_dim without latent attention."""
+    assert model.head_dim
+    return model.latent_attention.v_head_dim if model.latent_attention else model.head_dim
+
+
 def parameter_count(model: Model) -> int:
     """Return the number of elements in all parameters; a tied head counts once."""
     return _weights(model) + _biases(model) + _scales(model) + _tables(model)
@@ -26,8 +52,7 @@ def flops_per_token(model: Model, length: int) -> float:
 
 def forward_flops_by_part(model: Model, length: int) -> dict[Part, float]:
     """Return the forward pass's part of flops_per_token, by part of the model."""
-    embed, query, key = _widths(model)
-    projections = model.depth * (2 * embed * query + 2 * embed * key)
+    embed, projections = model.embed, model.depth * _attention_weights(model)
     mlp = _weights(model, active=True) - projections
     return {
         "attention projections": 2 * projections,
@@ -68,8 +93,9 @@ def useful_flops_per_token(program: Program) -> dict[str, float]:
 
 def attention_flops_per_token(model: Model, length: int) -> float:
     """Return the part of flops_per_token that computes scores and their products with values."""
-    _, query, _ = _widths(model)
-    return 12.0 * model.depth * query * length
+    assert model.head_dim
+    widths = model.heads * (model.head_dim + value_head_dim(model))
+    return 6.0 * model.depth * widths * length
 
 
 def expert_flops_per_token(model: Model) -> float:
@@ -82,8 +108,7 @@ def expert_flops_per_token(model: Model) -> float:
 
 def _weights(model: Model, *, active: bool = False) -> int:
     """Return the weights in the layers' matrix products; of a mixture, all or only active ones."""
-    embed, query, key = _widths(model)
-    attention = 2 * embed * query + 2 * embed * key
+    embed, attention = model.embed, _attention_weights(model)
     mlp = (3 if is_gated(model) else 2) * embed * model.mlp
     if (mixture := model.moe) is not None:
         experts = mixture.experts_per_token if active else mixture.experts
@@ -95,6 +120,20 @@ def _weights(model: Model, *, active: bool = False) -> int:
         )
         mlp = experts * mlp + embed * mixture.experts + shared
     return model.depth * attention + model.layers * mlp + model.dense_layers * _dense_mlp(model)
+
+
+def _attention_weights(model: Model) -> int:
+    """Return the weights in the products of one layer's attention."""
+    embed, query, key = _widths(model)
+    if (latent := model.latent_attention) is None:
+        return 2 * embed * query + 2 * embed * key
+    queries = embed * query
+    if latent.q_lora_rank is not None:
+        queries = latent.q_lora_rank * (embed + query)
+    values = model.heads * latent.v_head_dim
+    unrotated = query - model.heads * latent.qk_rope_head_dim
+    latents = embed * (latent.kv_lora_rank + latent.qk_rope_head_dim)
+    return queries + latents + latent.kv_lora_rank * (unrotated + values) + values * embed
 
 
 def _dense_mlp(model: Model) -> int:
@@ -137,6 +176,8 @@ def _scales(model: Model) -> int:
     assert model.head_dim
     norms = (4 if model.post_norm else 2) * model.depth + 1 + model.embedding_norm
     heads = 2 * model.depth * model.head_dim if model.qk_norm else 0
+    if (latent := model.latent_attention) is not None:
+        heads += model.depth * ((latent.q_lora_rank or 0) + latent.kv_lora_rank)
     sinks = model.depth * model.heads if model.attention_sinks else 0
     return (norms * model.embed + heads) * (2 if norm_has_bias(model) else 1) + sinks
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from graphtrain.config.schema import Model
+from graphtrain.models.flops import LATENT_AXES, latent_size
 
 
 class ParameterKeys:
@@ -62,4 +63,6 @@ def _size(model: Model, axis: str) -> int:
         assert model.moe is not None
         widths = {"shared": model.moe.shared_expert_mlp, "dense_mlp": model.moe.dense_mlp}
         return widths.get(axis, model.moe.experts) or 0
+    if axis in LATENT_AXES:
+        return latent_size(model, axis)
     return getattr(model, "max_position_embeddings" if axis == "positions" else axis)

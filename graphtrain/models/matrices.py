@@ -20,7 +20,7 @@ MUON_SCOPE, SOAP_SCOPE = "muon", "soap"
 
 _STACKS = ("virtual_stages", "layers", "dense_layers", "experts", None)
 # Axes that together are the rows, or the columns, of a matrix. Every other axis is one alone.
-_HEADS = {"heads", "kv_heads", "head_dim"}
+_HEADS = {"heads", "kv_heads", "head_dim", "nope_head_dim", "rope_head_dim", "v_head_dim"}
 _LOOKED_UP = {"vocab", "positions"}  # of embeddings and the LM head
 
 

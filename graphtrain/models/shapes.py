@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 from graphtrain.config.schema import Model, Optimizer
-from graphtrain.models.flops import is_gated, norm_has_bias
+from graphtrain.models.flops import LATENT_AXES, is_gated, latent_size, norm_has_bias
 from graphtrain.models.optimizer_state import optimizer_arrays
 from sharding_rules.arrays import ArraySpec
 
@@ -54,7 +54,32 @@ def state_arrays(parameters: Mapping[str, ArraySpec], optimizer: Optimizer) -> d
     return arrays | {f"state/optimizer/{path}": spec for path, spec in state.items()}
 
 
+def _latent_attention(model: Model) -> dict[str, ArraySpec]:
+    arrays = {
+        "kv_down": _array(model, "embed", "kv_latent"),
+        "key_rope": _array(model, "embed", "rope_head_dim"),
+        "key_up": _array(model, "kv_lora", "heads", "nope_head_dim"),
+        "value_up": _array(model, "kv_lora", "heads", "v_head_dim"),
+        "output": _array(model, "heads", "v_head_dim", "embed"),
+    }
+    norms = {"kv_norm": "kv_latent"}
+    assert model.latent_attention is not None
+    if model.latent_attention.q_lora_rank is None:
+        arrays["query"] = _array(model, "embed", "heads", "head_dim")
+    else:
+        arrays["query_down"] = _array(model, "embed", "q_latent")
+        arrays["query_up"] = _array(model, "q_lora", "heads", "head_dim")
+        norms["query_norm"] = "q_latent"
+    if model.attention_sinks:
+        arrays["sinks"] = _array(model, "heads")
+    for norm, axis in norms.items():
+        arrays |= {f"{norm}/{name}": spec for name, spec in _norm(model, axis).items()}
+    return arrays
+
+
 def _attention(model: Model) -> dict[str, ArraySpec]:
+    if model.latent_attention is not None:
+        return _latent_attention(model)
     arrays = {
         "query": _array(model, "embed", "heads", "head_dim"),
         "key": _array(model, "embed", "kv_heads", "head_dim"),
@@ -126,6 +151,8 @@ def _size(model: Model, axis: str | None) -> int:
         assert model.moe is not None
         widths = {"shared": model.moe.shared_expert_mlp, "dense_mlp": model.moe.dense_mlp}
         return widths.get(axis, model.moe.experts) or 0
+    if axis in LATENT_AXES:
+        return latent_size(model, axis)
     return (
         2
         if axis is None

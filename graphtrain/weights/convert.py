@@ -300,9 +300,11 @@ def _check_names(
     )  # a second copy of the embedding
     ignored = re.compile("|".join((*family.ignored_tensors, *head)))
     if unexpected := sorted(name for name in available - required if not ignored.fullmatch(name)):
+        is_ahead = any(name.endswith(".eh_proj.weight") for name in unexpected)
         raise WeightsError(
             f"the weights contain {first_names(unexpected)}, which a {family.model_type} model "
             "with this config.json does not have"
+            + ("; modules of multi-token prediction are not supported" if is_ahead else "")
         )
 
 

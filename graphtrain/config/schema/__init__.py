@@ -16,6 +16,7 @@ from graphtrain.config.schema.mesh import Mesh, PipelineSettings
 from graphtrain.config.schema.model import (
     Activation,
     AttentionImplementation,
+    LatentAttention,
     MixtureOfExperts,
     Model,
     Remat,
@@ -55,6 +56,7 @@ __all__ = [
     "Data",
     "Dump",
     "FlaxModel",
+    "LatentAttention",
     "LearningRate",
     "Loss",
     "LossScaling",

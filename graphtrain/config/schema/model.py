@@ -128,6 +128,21 @@ class RopeScaling:
             raise ValueError(f"low_freq_factor = {low} is not below high_freq_factor = {high}")
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LatentAttention:
+    """Multi-head latent attention (MLA): keys and values are products of one narrow latent.
+
+    The first dimensions of each head are rotated, and their keys are the same for all heads. KV
+    caches hold the latent and these keys. Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1,
+    https://arxiv.org/abs/2405.04434
+    """
+
+    kv_lora_rank: Width  # width of the latent of keys and values
+    q_lora_rank: Width | None = None  # width of the latent of queries; unset: queries have none
+    qk_rope_head_dim: Width  # dimensions of head_dim that are rotated
+    v_head_dim: Width  # width of a value head
+
+
 _ORIGINAL = "original_max_position_embeddings"
 # Settings of each kind of scaling besides factor: those that it needs, and optional ones.
 _SCALING_SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -178,6 +193,7 @@ class Model:
     tie_word_embeddings: bool = False  # the LM head is the transposed embedding
     unit_norm_head: bool = False  # divide the LM head's weights of a token by their norm
     fused_gate_up: bool = False  # gate and up projection are one array and one product
+    latent_attention: LatentAttention | None = None  # multi-head latent attention (DeepSeek)
     moe: MixtureOfExperts | None = None  # mixture of experts; unset: a dense model
     dropout: DropoutRate = 0.0  # after embedding, attention and MLP
     init_std: PositiveFloat = 0.02  # of initial weights; of a block's outputs: / sqrt(2 layers)
@@ -205,6 +221,8 @@ class Model:
     def rotary_dim(self) -> int:
         """Number of dimensions of a head that rotary positions rotate."""
         assert self.head_dim
+        if self.latent_attention is not None:
+            return self.latent_attention.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
     def __post_init__(self) -> None:
@@ -231,7 +249,32 @@ class Model:
         if self.positions == "rope":
             self._check_rotary_dim()
 
+        if self.latent_attention is not None:
+            self._check_latent_attention(self.latent_attention)
+
+    def _check_latent_attention(self, latent: LatentAttention) -> None:
+        refused = {
+            "kv_heads": self.kv_heads != self.heads,
+            "bias": self.bias != "none",
+            "qk_norm": self.qk_norm,
+            "positions": self.positions != "rope",
+            "partial_rotary_factor": self.partial_rotary_factor != 1,
+            "sliding_window": self.sliding_window is not None,
+        }
+        if names := [name for name, is_set in refused.items() if is_set]:
+            raise ValueError(f"latent_attention cannot be used with {', '.join(names)}; remove it")
+        if latent.qk_rope_head_dim >= (self.head_dim or 0):
+            raise ValueError(
+                f"latent_attention.qk_rope_head_dim = {latent.qk_rope_head_dim} is not below "
+                f"head_dim = {self.head_dim}, the width of queries and keys"
+            )
+
     def _check_rotary_dim(self) -> None:
+        if self.latent_attention is not None and self.rotary_dim % 2:
+            raise ValueError(
+                f"latent_attention.qk_rope_head_dim = {self.rotary_dim} is odd; rotary positions "
+                "rotate pairs of dimensions"
+            )
         if self.partial_rotary_factor == 1 and self.rotary_dim % 2:
             raise ValueError(
                 f"head_dim = {self.head_dim} is odd; rotary positions rotate pairs of dimensions"

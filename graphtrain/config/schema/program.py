@@ -150,9 +150,13 @@ class Program:
                 "mixture of experts balances its experts over all replicas; use "
                 'gradient_reduction = "per_microbatch"'
             )
-        if self.model.dense_layers and self.adapter is not None:
+        unadapted = {
+            "model.moe.dense_layers": self.model.dense_layers > 0,
+            "model.latent_attention": self.model.latent_attention is not None,
+        }
+        if self.adapter is not None and (names := [n for n, is_set in unadapted.items() if is_set]):
             raise ValueError(
-                "adapter does not support model.moe.dense_layers: their matrices would have no "
+                f"adapter does not support {' and '.join(names)}, whose matrices would have no "
                 "LoRA factors; train all weights, or open the model with model.hf"
             )
         balanced = self.model.moe is not None and bool(self.model.moe.bias_update_rate)
@@ -194,6 +198,7 @@ def _check_quantized_products(program: Program) -> None:
     """Refuse settings with which products cannot be in fp8 or int8."""
     refused = {
         "model.flax": isinstance(program.model, FlaxModel),
+        "model.latent_attention": getattr(program.model, "latent_attention", None) is not None,
         'model.front_end = "strict"': getattr(program.model, "front_end", None) == "strict",
         'batch.gradient_reduction = "per_step"': program.batch.gradient_reduction == "per_step",
     }

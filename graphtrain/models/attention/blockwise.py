@@ -59,11 +59,11 @@ class Residuals(NamedTuple):
 def blockwise_attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
     scoring: ScoreTransform,
     window: jax.Array | None = None,
     sinks: Float[Array, " heads"] | None = None,
-) -> Float[Array, "batch seq heads head_dim"]:
+) -> Float[Array, "batch seq heads value_dim"]:
     """Compute `dot_product_attention` of sequences that start at position 0.
 
     `window` is the sliding window in positions; without it, a query sees all earlier keys. `sinks`

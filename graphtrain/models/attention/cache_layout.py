@@ -45,11 +45,13 @@ class CachedLayer:
         kv_heads: Number of KV heads.
         head_dim: Size of a head.
         window: Sliding window in positions; None: the layer sees all earlier positions.
+        value_dim: Size of a head of values; None: as of keys.
     """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
+    value_dim: int | None = None
 
 
 @dataclass(frozen=True)

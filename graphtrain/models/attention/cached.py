@@ -28,12 +28,12 @@ def attend_to_cache(
     cache: LayerCache,
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
     scoring: ScoreTransform,
     window: int | jax.Array | None = None,
     implementation: AttentionImplementation = "auto",
     sinks: Float[Array, " heads"] | None = None,
-) -> Float[Array, "batch seq heads head_dim"]:
+) -> Float[Array, "batch seq heads value_dim"]:
     """Add new tokens to a layer's KV cache, and return their attention to all of their sequence.
 
     One new token of each row is computed by a kernel of paged attention where the target has one.
@@ -63,6 +63,7 @@ def attend_to_cache(
         window=window is not None,
         alibi=scoring.slopes is not None,
         sinks=sinks is not None,
+        narrow_values=value.shape[3] != query.shape[3],
     )
     use_kernel = target and uses_paged_kernel(implementation, spec, target)
     if target and use_kernel and heads_match(key.shape[2]):
@@ -88,7 +89,7 @@ def _attend_by_products(
     scoring: ScoreTransform,
     window: int | jax.Array | None,
     sinks: Float[Array, " heads"] | None,
-) -> Float[Array, "batch seq heads head_dim"]:
+) -> Float[Array, "batch seq heads value_dim"]:
     """Return the attention of new tokens by products with the whole cache.
 
     On a CPU the softmax is computed block by block of keys, over the blocks that a sequence has
@@ -113,7 +114,7 @@ def _attend_by_products(
         layouts = layout.key, layout.value
         return add_keys(carry, grouped, keys, values, layouts, distance, scoring, window)
 
-    carry = no_sums(grouped)
+    carry = no_sums(grouped, cache.value.shape[layout.value.index("d")])
     if block == cached_length:
         carry = add_block(jnp.int32(0), carry)
     else:

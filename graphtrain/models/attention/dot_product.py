@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 def dot_product_attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch kv_seq kv_heads head_dim"],
-    value: Float[Array, "batch kv_seq kv_heads head_dim"],
+    value: Float[Array, "batch kv_seq kv_heads value_dim"],
     scoring: ScoreTransform | None = None,
     window: jax.Array | None = None,
     sinks: Float[Array, " heads"] | None = None,
-) -> Float[Array, "batch seq heads head_dim"]:
+) -> Float[Array, "batch seq heads value_dim"]:
     """Compute causal attention in which groups of query heads share one key and value head.
 
     Scores and softmax are float32 whatever the dtype of the inputs.

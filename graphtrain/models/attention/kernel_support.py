@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import AttentionImplementation, Model
+from graphtrain.models.flops import value_head_dim
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 
@@ -33,6 +34,7 @@ class AttentionSpec:
     soft_cap: bool = False  # soft cap of scores
     alibi: bool = False  # ALiBi
     sinks: bool = False  # attention sinks
+    narrow_values: bool = False  # values of another width than queries and keys
     sharded_positions: bool = False  # positions are sharded: ring attention
     per_replica: bool = False  # gradients are computed for each data-parallel replica separately
 
@@ -56,6 +58,7 @@ class AttentionSpec:
             soft_cap=model.attn_logit_softcap is not None,
             alibi=model.positions == "alibi",
             sinks=model.attention_sinks,
+            narrow_values=value_head_dim(model) != model.head_dim,
             sharded_positions=sharded_positions,
             per_replica=per_replica,
         )
@@ -117,6 +120,8 @@ def why_no_kernel(spec: AttentionSpec, target: Target) -> str:
         return "kernels do not support ALiBi"
     if spec.sinks:
         return "kernels do not support attention sinks"
+    if spec.narrow_values:
+        return "kernels require values as wide as queries and keys, unlike latent_attention"
     if spec.window_varies_by_layer:
         return (
             "kernels support one window for all layers, and global_attention_every makes some "
@@ -145,7 +150,7 @@ def uses_paged_kernel(
     return (
         spec.length == 1
         and spec.dtype == "bfloat16"
-        and not (spec.window or spec.alibi or spec.sinks)
+        and not (spec.window or spec.alibi or spec.sinks or spec.narrow_values)
         and spec.head_dim in _PAGED_HEAD_DIMS[target.platform]
     )
 

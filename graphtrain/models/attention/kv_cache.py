@@ -228,11 +228,15 @@ def layer_cache_specs(
 ) -> dict[str, ArraySpec]:
     """Return the ArraySpecs of one layer's cache for sequences in a number of slots."""
     heads, layout = layer.kv_heads, size.layout
-    sizes = {"b": slots, "h": heads, "k": size.positions(layer.window), "d": layer.head_dim}
+    sizes = {"b": slots, "h": heads, "k": size.positions(layer.window)}
+    widths = {"key": layer.head_dim, "value": layer.value_dim or layer.head_dim}
     axes = {"b": "batch", "h": "kv_heads" if heads > 1 else None, "k": None, "d": "head_dim"}
     return {
         name: ArraySpec(
-            tuple(sizes[dim] for dim in dims), tuple(axes[dim] for dim in dims), dtype, "activation"
+            tuple((sizes | {"d": widths[name]})[dim] for dim in dims),
+            tuple(axes[dim] for dim in dims),
+            dtype,
+            "activation",
         )
         for name, dims in (("key", layout.key), ("value", layout.value))
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -108,14 +109,14 @@ class Attention(nnx.Module):
 def attend(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch kv_seq kv_heads head_dim"],
-    value: Float[Array, "batch kv_seq kv_heads head_dim"],
+    value: Float[Array, "batch kv_seq kv_heads value_dim"],
     transform: ScoreTransform,
     window: int | jax.Array | None = None,
     remat: str = "none",
     unroll: int = 1,
     implementation: AttentionImplementation = "auto",
     sinks: Float[Array, " heads"] | None = None,
-) -> Float[Array, "batch seq heads head_dim"]:
+) -> Float[Array, "batch seq heads value_dim"]:
     """Compute causal attention by the implementation that the rules and the target determine.
 
     Inputs and output are sharded as the projections are.
@@ -140,9 +141,10 @@ def attend(
         _to_attention_sharding(key, KEY_AXES),
         _to_attention_sharding(value, KEY_AXES),
     )
-    use_operator = sinks is None and uses_fused_operator(transform)
+    narrow_values = value.shape[3] != query.shape[3]
+    use_operator = sinks is None and not narrow_values and uses_fused_operator(transform)
     target = None if use_operator else traced_target()
-    spec = _spec(arrays[0], transform, window, sinks)
+    spec = replace(_spec(arrays[0], transform, window, sinks), narrow_values=narrow_values)
     if target and uses_flash_kernel(implementation, spec, target):
         static_window = None if window is None else int(window)
         return _to_projection_sharding(
@@ -188,7 +190,8 @@ def _without_kernel(
     """Compute attention without a kernel: by a ring, a fused region, CPU blocks, or all scores."""
     if ring := ring_axes():
         return ring_attention(query, key, value, scoring, ring, window, sinks)
-    if sinks is None and uses_fused_operator(scoring):
+    same_width = value.shape[3] == query.shape[3]
+    if sinks is None and same_width and uses_fused_operator(scoring):
         return fused_attention(query, key, value, scoring, window)
     if on_cpu():
         return blockwise_attention(query, key, value, scoring, window, sinks)

@@ -24,14 +24,14 @@ _NO_SCORE = -1e30  # finite, so that the difference of two is no NaN
 Sums = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights, weighted values
 
 
-def no_sums(grouped: Float[Array, "batch seq kv_heads group head_dim"]) -> Sums:
-    """Return the sums before the first block of keys."""
-    batch, length, kv_heads, group, head_dim = grouped.shape
+def no_sums(grouped: Float[Array, "batch seq kv_heads group head_dim"], value_dim: int) -> Sums:
+    """Return the sums before the first block of keys; `value_dim` is the width of values."""
+    batch, length, kv_heads, group, _ = grouped.shape
     shape = (batch, kv_heads, length, group)
     return (
         jnp.full((*shape, 1), _NO_SCORE),
         jnp.zeros((*shape, 1)),
-        jnp.zeros((*shape, head_dim)),
+        jnp.zeros((*shape, value_dim)),
     )
 
 
@@ -77,7 +77,7 @@ def add_keys(
 
 
 def attention_of(sums: Sums, query: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
-    """Return the attention of `query` (batch, seq, heads, head_dim) from its complete sums.
+    """Return the attention (batch, seq, heads, value_dim) of `query` from its complete sums.
 
     `sinks` (heads,) are the logits of attention sinks; without them, there are none.
     """
@@ -88,4 +88,4 @@ def attention_of(sums: Sums, query: jax.Array, sinks: jax.Array | None = None) -
         scale = jnp.exp(largest - highest)
         total, output = total * scale + jnp.exp(logits - highest), output * scale
     output = (output / total).astype(query.dtype).transpose(0, 2, 1, 3, 4)
-    return output.reshape(query.shape)
+    return output.reshape(*query.shape[:3], -1)

@@ -34,12 +34,12 @@ def attend_packed(
     cache: LayerCache,
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
     rows: CacheRows,
     scoring: ScoreTransform,
     window: int | jax.Array | None,
     sinks: Float[Array, " heads"] | None = None,
-) -> Float[Array, "batch seq heads head_dim"]:
+) -> Float[Array, "batch seq heads value_dim"]:
     """Return the attention of packed tokens to the prefix in the KV cache and to their own text."""
     packed, layout = rows.packed, rows.layout
     assert packed is not None
@@ -55,7 +55,7 @@ def attend_packed(
         layouts = layout.key, layout.value
         return add_keys(sums, grouped, keys, values, layouts, distance, scoring, window)
 
-    sums = no_sums(grouped)
+    sums = no_sums(grouped, cache.value.shape[layout.value.index("d")])
     if block == cached_length:
         sums = add_block(jnp.int32(0), sums)
     else:
@@ -73,7 +73,7 @@ def _add_texts_by_tiles(
     sums: Sums,
     grouped: Float[Array, "batch seq kv_heads group head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
     packed: PackedTokens,
     scoring: ScoreTransform,
     window: int | jax.Array | None,

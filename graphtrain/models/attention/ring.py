@@ -64,12 +64,12 @@ Chunk = int | jax.Array
 def ring_attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
     scoring: ScoreTransform,
     mesh_axes: tuple[str, ...],
     window: jax.Array | None = None,
     sinks: Float[Array, " heads"] | None = None,
-) -> Float[Array, "batch seq heads head_dim"]:
+) -> Float[Array, "batch seq heads value_dim"]:
     """Compute `dot_product_attention` of positions in ring order along these mesh axes.
 
     Args:
@@ -243,7 +243,7 @@ def _forward(
         accumulated, keys = carry
         return (step(accumulated, keys, step_index), ring.rotate(keys)), None
 
-    start = step(PartialAttention.empty(queries), keys, 0), ring.rotate(keys)
+    start = step(PartialAttention.empty(queries, value.shape[3]), keys, 0), ring.rotate(keys)
     (accumulated, keys), _ = lax.scan(step_and_send, start, jnp.arange(1, ring.size - 1))
     output, log_sum = step(accumulated, keys, ring.size - 1)
     if layer.sinks is not None:

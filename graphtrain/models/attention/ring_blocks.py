@@ -35,14 +35,14 @@ class ChunkOffsets(NamedTuple):
 class PartialAttention(NamedTuple):
     """Attention output over some of the keys, and the log-sum-exp of those keys' scores."""
 
-    values: jax.Array  # float32, in the shape of the queries
-    log_sum: jax.Array  # the same shape without head_dim
+    values: jax.Array  # float32, in the shape of the queries, with the width of values
+    log_sum: jax.Array  # the same shape without the width
 
     @classmethod
-    def empty(cls, queries: jax.Array) -> PartialAttention:
+    def empty(cls, queries: jax.Array, value_dim: int) -> PartialAttention:
         """Return the output over no keys: zeros, with a log-sum-exp of minus infinity."""
-        values = jnp.zeros_like(queries, jnp.float32)
-        return cls(values, jnp.full_like(values[..., 0], -jnp.inf))
+        log_sum = jnp.full_like(queries[..., 0], -jnp.inf, jnp.float32)
+        return cls(jnp.zeros((*log_sum.shape, value_dim)), log_sum)
 
 
 def tile_queries(x: jax.Array, kv_heads: int) -> jax.Array:

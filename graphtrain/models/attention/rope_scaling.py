@@ -71,6 +71,16 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     return growth + 1
 
 
+def latent_attention_factor(scaling: RopeScaling | None) -> float:
+    """Return the factor of scores of latent attention, whose queries are only partly rotated.
+
+    Source: DeepSeek-V3, https://huggingface.co/deepseek-ai/DeepSeek-V3, modeling_deepseek.py
+    """
+    if scaling is None or not scaling.mscale_all_dim or scaling.factor <= 1:
+        return 1.0
+    return (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
+
+
 def _unscaled(base: float, half: int) -> Float[Array, " half"]:
     return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from graphtrain.config.schema import Model
 from graphtrain.models.attention.positions import alibi_slopes
+from graphtrain.models.attention.rope_scaling import latent_attention_factor
 
 if TYPE_CHECKING:
     from jax import Array
@@ -29,8 +30,11 @@ class ScoreTransform:
         """Return the transformation of a model's settings."""
         assert model.head_dim
         slopes = tuple(alibi_slopes(model.heads)) if model.positions == "alibi" else None
+        scale = (model.query_pre_attn_scalar or model.head_dim) ** -0.5
+        if model.latent_attention is not None:
+            scale *= latent_attention_factor(model.rope_scaling)
         return cls(
-            (model.query_pre_attn_scalar or model.head_dim) ** -0.5,
+            scale,
             model.attn_logit_softcap,
             slopes,
         )

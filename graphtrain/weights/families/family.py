@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from graphtrain.config.schema import MixtureOfExperts, Model
 from graphtrain.errors import WeightsError
 from graphtrain.files import first_problem
+from graphtrain.models.flops import value_head_dim
 from graphtrain.models.shapes import parameter_arrays
 
 Config = Mapping[str, Any]  # config.json
@@ -215,7 +216,7 @@ def is_stacked(row: WeightMapping) -> bool:
 def with_dense_layers(rows: Sequence[WeightMapping]) -> tuple[WeightMapping, ...]:
     """Return rows of layers, and the same of the dense layers before those of a mixture.
 
-    Rows have one path each, and patterns without the sizes of a mixture.
+    Rows of several paths split the last axis, and patterns have no sizes of a mixture.
     """
 
     def dense(row: WeightMapping) -> WeightMapping:
@@ -272,4 +273,5 @@ def _sizes(model: Model) -> dict[str, int | None]:
         + 2,  # per group: query heads, one key and one value head
         "two": 2,  # gate and up
         "three": 3,  # query, key and value
+        "v_head_dim": value_head_dim(model),
     }

@@ -88,6 +88,14 @@ NATIVE = {
         "GptOss",
         SIZES | WINDOWS | {"head_dim": 8, "num_experts_per_tok": 2, "num_local_experts": 4},
     ),
+    "deepseek v3": Case(
+        "DeepseekV3",
+        SIZES
+        | {"num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 28, "v_head_dim": 12}
+        | {"qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "n_routed_experts": 8, "n_group": 4}
+        | {"topk_group": 2, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+        | {"first_k_dense_replace": 1, "num_mtp_layers": 0},
+    ),
     "bloom": Case("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB}),
     "baichuan2 13b": Case(
         module=lambda: references.baichuan(OWN | {"kv_heads": 6}, alibi=True, unit_head=True),

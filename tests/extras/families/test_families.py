@@ -83,6 +83,15 @@ GEMMA3_ROPES = {
 EXPERTS: dict[str, Any] = SIZES | {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 
 
+DEEPSEEK: dict[str, Any] = (
+    EXPERTS
+    | {"num_key_value_heads": HEADS, "kv_lora_rank": 20, "q_lora_rank": 28, "v_head_dim": 12}
+    | {"qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "n_routed_experts": 8, "n_group": 4}
+    | {"topk_group": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "num_mtp_layers": 0}
+    | {"first_k_dense_replace": 1, "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.2}}
+)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model of transformers by name and settings, or a module and its config.json."""
@@ -164,6 +173,10 @@ CASES = {
         | {"n_routed_experts": 8, "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2}
         | {"n_shared_experts": 2, "routed_scaling_factor": 2.5, "head_dim": 8, "use_qk_norm": True}
         | {"first_k_dense_replace": 2, "num_mtp_layers": 0, "attention_bias": True},
+    ),
+    "deepseek v3": Case("DeepseekV3", DEEPSEEK),
+    "deepseek v3, queries without a latent": Case(
+        "DeepseekV3", DEEPSEEK | {"q_lora_rank": None, "rope_parameters": None}
     ),
     "aquila": Case("Llama", SIZES, config={"model_type": "aquila"}),
     "internlm": Case(

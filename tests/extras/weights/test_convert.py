@@ -195,6 +195,15 @@ def test_weights_of_another_model_are_refused(source):
     assert "q_proj.weight has shape (32, 32)" in told
 
 
+def test_modules_that_predict_further_tokens_are_named(source):
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.2.eh_proj.weight"] = torch.zeros(32, 64)
+    save_file(tensors, source / "model.safetensors")
+    told = broken(source)
+    assert "contain model.layers.2.eh_proj.weight" in told
+    assert "modules of multi-token prediction are not supported" in told
+
+
 def test_dtypes_that_cannot_be_kept_are_refused(source):
     tensors = load_file(source / "model.safetensors")
     doubled = tensors | {"model.norm.weight": tensors["model.norm.weight"].double()}

@@ -31,7 +31,7 @@ data = { train = "data/train" }
 
 def model(name: str) -> Model:
     settings = preset_settings(name)
-    for table in ("moe", "rope_scaling"):
+    for table in ("moe", "rope_scaling", "latent_attention"):
         if table in settings:
             kind = Model.__dataclass_fields__[table].type.__args__[0]
             settings[table] = kind(**settings[table])

@@ -1,9 +1,19 @@
 """Arrays by arithmetic are those that the model makes."""
 
+from dataclasses import replace
+
 import pytest
 
 from graphtrain.config.resolve import resolve
-from graphtrain.config.schema import Batch, Mesh, MixtureOfExperts, Model, Optimizer, Program
+from graphtrain.config.schema import (
+    Batch,
+    LatentAttention,
+    Mesh,
+    MixtureOfExperts,
+    Model,
+    Optimizer,
+    Program,
+)
 from graphtrain.cost_model.weights import shard_weights
 from graphtrain.graphs.build import state_specs_of
 from graphtrain.models.decoder import parameter_specs
@@ -13,6 +23,7 @@ from lowering.trees import flatten
 from sharding_rules.plan import make_plan
 
 SIZES = {"layers": 5, "embed": 32, "heads": 4, "mlp": 48, "vocab": 64}
+LATENT = LatentAttention(kv_lora_rank=16, q_lora_rank=20, qk_rope_head_dim=4, v_head_dim=6)
 MODELS = {
     "llama": {"kv_heads": 2},
     "gpt2": {
@@ -40,6 +51,12 @@ MODELS = {
             dense_layers=2,
             dense_mlp=40,
         )
+    },
+    "latents": {"head_dim": 12, "latent_attention": LATENT, "attention_sinks": True},
+    "latents of keys alone": {
+        "head_dim": 12,
+        "latent_attention": replace(LATENT, q_lora_rank=None),
+        "norm": "layer",
     },
     "qwen2 mixture": {"moe": MixtureOfExperts(experts=4, shared_expert_mlp=24)},
 }

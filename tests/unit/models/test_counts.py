@@ -7,7 +7,7 @@ import jax
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from graphtrain.config.schema import Model
+from graphtrain.config.schema import LatentAttention, Model
 from graphtrain.models.decoder import forward, initialize, parameter_specs
 from graphtrain.models.flops import flops_per_token, parameter_count
 
@@ -20,6 +20,7 @@ GPT2: dict[str, Any] = {
     "bias": "all",
     "tie_word_embeddings": True,
 }
+LATENT = LatentAttention(kv_lora_rank=16, q_lora_rank=20, qk_rope_head_dim=4, v_head_dim=6)
 VARIANTS: list[dict[str, Any]] = [
     {},
     GPT2,
@@ -30,6 +31,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"bias": "attention", "embedding_norm": True},
     {"qk_norm": True, "post_norm": True, "rms_norm_offset": True, "head_dim": 8},
     {"partial_rotary_factor": 0.5, "head_dim": 8},
+    {"head_dim": 12, "latent_attention": LATENT},
 ]
 
 
@@ -49,7 +51,7 @@ def test_counts_equal_the_specs(settings):
     assert parameter_count(model) == sum(sizes)
 
 
-@pytest.mark.parametrize("settings", VARIANTS[:3], ids=str)
+@pytest.mark.parametrize("settings", [*VARIANTS[:3], VARIANTS[-1]], ids=str)
 def test_flops_equal_the_matrix_products_of_a_training_step(settings):
     model = Model(**SMALL, **settings, remat="none")
     tokens = jax.numpy.zeros((2, 16), jax.numpy.int32)

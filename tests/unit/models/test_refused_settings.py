@@ -1,16 +1,31 @@
 """Settings of the native decoder that contradict each other are refused, with what to change."""
 
+from dataclasses import replace
+
 import pytest
 from pydantic import ValidationError
 
-from graphtrain.config.schema import Batch, MixtureOfExperts, Model, Optimizer, Program
+from graphtrain.config.schema import (
+    Adapter,
+    Batch,
+    LatentAttention,
+    MixtureOfExperts,
+    Model,
+    Optimizer,
+    Precision,
+    Program,
+)
 
+LATENT = LatentAttention(kv_lora_rank=16, qk_rope_head_dim=4, v_head_dim=6)
+MOE = MixtureOfExperts(experts=4, dense_layers=1, dense_mlp=24)
+BATCH = Batch(global_batch_size=1, seq_len=8)
 SIZES = {"layers": 2, "embed": 32, "heads": 4, "mlp": 48, "vocab": 64}
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
+        ({"dense_layers": 1}, "dense_layers and dense_mlp belong together"),
         ({"groups": 4}, "groups and groups_per_token belong together"),
         ({"groups": 3, "groups_per_token": 1}, "experts = 8 is not a multiple of groups = 3"),
         ({"groups": 8, "groups_per_token": 1}, "at least 2 experts in each"),
@@ -21,16 +36,15 @@ SIZES = {"layers": 2, "embed": 32, "heads": 4, "mlp": 48, "vocab": 64}
         ),
     ],
 )
-def test_groups_of_experts_that_do_not_fit_are_refused(settings, told):
+def test_a_mixture_that_contradicts_itself_is_refused(settings, told):
     with pytest.raises(ValidationError, match=told):
         MixtureOfExperts(experts=8, **settings)
 
 
 def test_an_average_of_weights_has_no_bias_that_a_step_updates():
     model = Model(**SIZES, moe=MixtureOfExperts(experts=4, bias_update_rate=0.001))
-    settings = {"batch": Batch(global_batch_size=1, seq_len=8)}
     with pytest.raises(ValidationError, match="or set bias_update_rate = 0"):
-        Program(model=model, optimizer=Optimizer(kind="schedule_free"), **settings)
+        Program(model=model, batch=BATCH, optimizer=Optimizer(kind="schedule_free"))
 
 
 @pytest.mark.parametrize(
@@ -40,6 +54,22 @@ def test_an_average_of_weights_has_no_bias_that_a_step_updates():
         ({"partial_rotary_factor": 0.1}, "rotates 0 of head_dim = 8 dimensions"),
         ({"partial_rotary_factor": 1.5}, "less than or equal to 1"),
         (
+            {"latent_attention": LATENT, "qk_norm": True, "bias": "qkv"},
+            "latent_attention cannot be used with bias, qk_norm; remove it",
+        ),
+        (
+            {"latent_attention": replace(LATENT, qk_rope_head_dim=8)},
+            "qk_rope_head_dim = 8 is not below head_dim = 8",
+        ),
+        (
+            {"latent_attention": replace(LATENT, qk_rope_head_dim=3)},
+            "qk_rope_head_dim = 3 is odd",
+        ),
+        (
+            {"moe": MOE, "sliding_window": 4, "global_attention_every": 2},
+            "moe.dense_layers cannot be used with global_attention_every",
+        ),
+        (
             {"partial_rotary_factor": 0.5, "positions": "alibi"},
             'partial_rotary_factor is only for positions = "rope"; remove it',
         ),
@@ -48,3 +78,16 @@ def test_an_average_of_weights_has_no_bias_that_a_step_updates():
 def test_a_contradiction_is_refused(settings, told):
     with pytest.raises(ValidationError, match=told):
         Model(**SIZES, **settings)
+
+
+def test_adapters_that_would_leave_out_matrices_are_refused():
+    model = Model(**SIZES, moe=MOE, latent_attention=LATENT)
+    told = "adapter does not support model.moe.dense_layers and model.latent_attention"
+    with pytest.raises(ValidationError, match=told):
+        Program(model=model, batch=BATCH, adapter=Adapter(rank=4, alpha=8))
+
+
+def test_latents_have_no_product_in_8_bits():
+    model = Model(**SIZES, latent_attention=LATENT)
+    with pytest.raises(ValidationError, match="cannot be used with model\\.latent_attention"):
+        Program(model=model, batch=BATCH, precision=Precision(compute="fp8"))
