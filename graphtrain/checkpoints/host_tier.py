@@ -160,39 +160,47 @@ class HostTier:
                 os.rename(path, destination)
         return quarantine
 
-    def open_file(
-        self, step: int, save: str, name: str
-    ) -> tuple[Path, Mapping[str, object]] | None:
-        """Return the path of a file of a save, with its size and digest; None if it is not here.
-
-        Its content may be damaged.
-        """
-        for folder in (OWN, COPIES):
-            directory = self.directory / folder / str(step)
-            entries = self._entries_of(directory, save)
-            if name in entries:
-                return directory / name, entries[name]
-        return None
-
     def names(self, step: int, save: str) -> list[str] | None:
         """Return the files of this host's own part of a save; None if there is none."""
         return sorted(self._entries_of(self.directory / OWN / str(step), save)) or None
 
     def read(self, step: int, save: str, name: str) -> bytes | None:
-        """Return the content of a file of a save; None if it is not here. Damage is a warning."""
-        if (found := self.open_file(step, save, name)) is None:
-            return None
-        path, entry = found
-        with suppress(OSError):
-            content = path.read_bytes()
-            if is_intact(content, entry):
-                return content
-        warnings.warn(
-            f"{path} is damaged: its content does not have the digest it was written with; it is "
-            "looked for on the other hosts",
-            stacklevel=1,
-        )
-        return None
+        """Return the content of a file of a save; None if no sound one is here.
+
+        Damage is a warning.
+        """
+        content, damaged = self.look_up(step, save, name)
+        for path in damaged:
+            warnings.warn(
+                f"{path} is damaged: its content does not have the digest it was written with; "
+                "another copy of it is looked for, here and on the other hosts",
+                stacklevel=1,
+            )
+        return content
+
+    def look_up(self, step: int, save: str, name: str) -> tuple[bytes | None, list[Path]]:
+        """Return the content of a file of a save, and the damaged files that should have it.
+
+        The copy of another host's part may have the file too.
+        """
+        damaged = []
+        for path, entry in self._found(step, save, name):
+            with suppress(OSError):
+                content = path.read_bytes()
+                if is_intact(content, entry):
+                    return content, damaged
+            damaged.append(path)
+        return None, damaged
+
+    def _found(
+        self, step: int, save: str, name: str
+    ) -> Iterator[tuple[Path, Mapping[str, object]]]:
+        """Yield the paths of a file of a save, each with its size and digest."""
+        for folder in (OWN, COPIES):
+            directory = self.directory / folder / str(step)
+            entries = self._entries_of(directory, save)
+            if name in entries:
+                yield directory / name, entries[name]
 
     def _entries_of(self, directory: Path, save: str) -> Mapping[str, Mapping[str, object]]:
         """Return the files of a part, if it is of a save."""

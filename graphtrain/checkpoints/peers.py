@@ -9,7 +9,6 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
-import shutil
 import socket
 import threading
 import warnings
@@ -20,12 +19,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from urllib.parse import quote, unquote
 
+import xxhash
+
 from graphtrain.checkpoints.host_tier import HostTier
 from graphtrain.checkpoints.manifest import is_intact
 from graphtrain.errors import TrainingError
 from lowering.xla import distributed
 
-_ENTRY = "X-Graphtrain-Entry"  # size and digest that were recorded when the file was written
+_DIGEST = "X-Graphtrain-XXH3"  # of the content, which has that with which it was written
+_MISSING, _DAMAGED = 404, 410  # status of a file that is not on this host, or only damaged
 _TIMEOUT = 60.0  # seconds without an answer, or the next part of it
 _NAMES = "names"  # in place of a file: those of the host's own part
 
@@ -94,26 +96,20 @@ class _Request(BaseHTTPRequestHandler):
         if name == _NAMES:
             held = tier.names(int(step), save)
             return self._answer(json.dumps(held).encode()) if held else self._refuse()
-        found = tier.open_file(int(step), save, name)
-        if found is None:
-            return self._refuse()
-        path, entry = found
-        with path.open("rb") as file:
-            self._begin(path.stat().st_size, json.dumps(entry))
-            shutil.copyfileobj(file, self.wfile, 1 << 20)
+        content, damaged = tier.look_up(int(step), save, name)
+        if content is not None:
+            return self._answer(content)
+        return self._refuse(_DAMAGED if damaged else _MISSING)
 
     def _answer(self, content: bytes) -> None:
-        self._begin(len(content), "null")
+        self.send_response_only(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header(_DIGEST, xxhash.xxh3_128_hexdigest(content))
+        self.end_headers()
         self.wfile.write(content)
 
-    def _begin(self, size: int, entry: str) -> None:
-        self.send_response_only(200)
-        self.send_header("Content-Length", str(size))
-        self.send_header(_ENTRY, entry)
-        self.end_headers()
-
-    def _refuse(self) -> None:
-        self.send_response_only(404)
+    def _refuse(self, status: int = _MISSING) -> None:
+        self.send_response_only(status)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -130,37 +126,34 @@ class Peers:
 
     def names(self, rank: int, step: int, save: str) -> list[str] | None:
         """Return the files of the own part of a rank; None if it has none, or does not answer."""
-        answer = self._ask(rank, step, save, _NAMES)
-        return None if answer is None else json.loads(answer[0])
+        content = self._ask(rank, step, save, _NAMES)
+        return None if content is None else json.loads(content)
 
     def read(self, rank: int, step: int, save: str, name: str) -> bytes | None:
         """Return a file of a save from a rank; None if it has no sound one, or does not answer."""
-        if (answer := self._ask(rank, step, save, name)) is None:
-            return None
-        content, entry = answer
-        if is_intact(content, json.loads(entry)):
-            return content
-        warnings.warn(
-            f"{distributed.names([rank])} has a damaged {name} of step {step}", stacklevel=1
-        )
-        return None
+        return self._ask(rank, step, save, name)
 
-    def _ask(self, rank: int, step: int, save: str, name: str) -> tuple[bytes, str] | None:
+    def _ask(self, rank: int, step: int, save: str, name: str) -> bytes | None:
         connection = HTTPConnection(*self.addresses[rank], timeout=_TIMEOUT)
         try:
             path = "/".join(quote(part, safe="") for part in (self.token, str(step), save))
             connection.request("GET", f"/{path}/{quote(name)}")
             answer = connection.getresponse()
-            if answer.status == 200:
-                return answer.read(), answer.getheader(_ENTRY, "null")
+            content = answer.read()
+            entry = {"size": len(content), "xxh3_128": answer.getheader(_DIGEST)}
+            if answer.status == 200 and is_intact(content, entry):
+                return content
+            if answer.status in (200, _DAMAGED):
+                _warn(f"{distributed.names([rank])} has a damaged {name} of step {step}")
         except (OSError, HTTPException) as error:
-            warnings.warn(
-                f"{distributed.names([rank])} does not send {name} of step {step}: {error}",
-                stacklevel=1,
-            )
+            _warn(f"{distributed.names([rank])} does not send {name} of step {step}: {error}")
         finally:
             connection.close()
         return None
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=1)
 
 
 def connect_peers(tier: HostTier) -> tuple[PeerServer, Peers]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -268,6 +269,12 @@ def test_peers_send_files_only_of_the_save_and_to_those_who_know_the_token(tmp_p
     (tmp_path / "own/4/pieces/a/1").write_bytes(b"1235")
     with pytest.warns(UserWarning, match=r"rank 0 has a damaged pieces/a/1 of step 4"):
         assert peers.read(0, 4, "first", "pieces/a/1") is None
+    (tmp_path / "copies").mkdir()
+    shutil.copytree(tmp_path / "own/4", tmp_path / "copies/4")
+    (tmp_path / "copies/4/pieces/a/1").write_bytes(b"1234")
+    assert peers.read(0, 4, "first", "pieces/a/1") == b"1234"  # the copy is sound
+    with pytest.warns(UserWarning, match=r"own/4/pieces/a/1 is damaged"):
+        assert tier.read(4, "first", "pieces/a/1") == b"1234"
     server.close()
     with pytest.warns(UserWarning, match=r"rank 0 does not send pieces/a/1 of step 4: .*refused"):
         assert peers.read(0, 4, "first", "pieces/a/1") is None
