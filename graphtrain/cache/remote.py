@@ -107,23 +107,26 @@ class ObjectStore:
         """
         return self._retried(lambda: self._get(name, limit))
 
-    def stream(self, name: str, size: int | None, begin: Callable[[], Consume]) -> None:
+    def stream(
+        self, name: str, size: int | None, begin: Callable[[], Consume], limit: int | None = None
+    ) -> None:
         """Read a large object in parts, from its beginning again where reading breaks off.
 
         Args:
             name: name of the object.
             size: size that it should have; None: that which the store names.
             begin: called at each beginning; returns what is called with each part.
+            limit: maximum size in bytes; checked before the contents are read.
 
         Raises:
-            UnusableObject: the object does not exist, or has another size.
+            UnusableObject: the object does not exist, has another size, or is too large.
             CacheError: the object cannot be read.
         """
         patience = _RetryLimit(self._patience)
         while True:
             try:
                 consume = begin()
-                for part in self._parts(name, size):
+                for part in self._parts(name, size, limit):
                     patience.extend(self._patience)
                     consume(part)
                 return
@@ -179,7 +182,7 @@ class ObjectStore:
             )
         return part
 
-    def _parts(self, name: str, size: int | None) -> Iterator[bytes]:
+    def _parts(self, name: str, size: int | None, limit: int | None) -> Iterator[bytes]:
         import obstore
 
         self._refuse_special_file(name)
@@ -191,6 +194,7 @@ class ObjectStore:
                 raise UnusableObject(f"{label} is missing") from None
             if size is not None and found.meta["size"] != size:
                 raise UnusableObject(f"{label} has {found.meta['size']} bytes instead of {size}")
+            self._check_size(name, found.meta["size"], limit)
             parts = iter(found.stream(min_chunk_size=_PART_BYTES))
         left = found.meta["size"]
         while True:
@@ -287,13 +291,15 @@ class ObjectStore:
                 found = obstore.get(self._store, name)
             except FileNotFoundError:
                 return None
-            size = found.meta["size"]
-            if size > limit:
-                raise UnusableObject(
-                    f"{self.url.rstrip('/')}/{name} has {size} bytes, more than the {limit} that "
-                    "it may have; it was not read"
-                )
+            self._check_size(name, found.meta["size"], limit)
             return bytes(found.bytes())
+
+    def _check_size(self, name: str, size: int, limit: int | None) -> None:
+        if limit is not None and size > limit:
+            raise UnusableObject(
+                f"{self.url.rstrip('/')}/{name} has {size} bytes, more than the {limit} that "
+                "it may have; it was not read"
+            )
 
     def _refuse_special_file(self, name: str) -> None:
         """Refuse a named pipe or device in a directory, at which reading could wait for ever.

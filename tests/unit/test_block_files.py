@@ -4,7 +4,7 @@ import errno
 import os
 
 from graphtrain.data.indexed.blocks import block_digest
-from graphtrain.run.streaming.block_files import BlockFiles
+from graphtrain.run.streaming.block_files import BlockFiles, remove_replaced
 
 BLOCKS = [b"first", b"second", b"third"]
 DIGESTS = [block_digest(block) for block in BLOCKS]
@@ -43,3 +43,14 @@ def test_a_damaged_block_on_a_disk_that_is_read_only_is_absent(tmp_path, monkeyp
 
     monkeypatch.setattr(type(tmp_path), "unlink", refuse)
     assert files.read(1) is None and not files.has(1)
+
+
+def test_blocks_of_a_dataset_that_was_replaced_are_removed_an_hour_later(tmp_path):
+    for name in ("replaced", "just replaced", "current"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0").write_bytes(b"first")
+    for name in ("replaced", "current"):
+        os.utime(tmp_path / name, (0, 0))
+    remove_replaced(tmp_path / "current")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "just replaced"]
+    remove_replaced(tmp_path / "of a new cache" / "current")

@@ -7,6 +7,7 @@ verified whenever it is read, so neither a kill nor damage to the disk can chang
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 import warnings
@@ -136,6 +137,18 @@ def remove_abandoned(temporary: Iterable[Path]) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
                 path.unlink()
+
+
+def remove_replaced(directory: Path) -> None:
+    """Delete blocks of the datasets that were in the store before this one, beside its directory.
+
+    Not for an hour after the last block of them was written: a run may read them to its end.
+    """
+    with suppress(OSError):
+        for other in directory.parent.iterdir():
+            is_abandoned = time.time() - other.stat().st_mtime > _ABANDONED_SECONDS
+            if other.name != directory.name and is_abandoned:
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def in_memory_blocks(block_bytes: int) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from graphtrain.cache.remote import Consume, ObjectStore
 from graphtrain.config.schema import StreamSettings
+from graphtrain.data.indexed.dataset import HEADER
 from graphtrain.data.indexed.description import DatasetDescription, read_description
 from graphtrain.data.indexed.loss_spans import loss_spans_prefix
 from graphtrain.data.tokenizers.huggingface import COMPANION_FILES
@@ -88,10 +89,11 @@ def fetch_index(settings: StreamSettings, url: str) -> DatasetDescription:
     with _locked(local.parent):
         remove_abandoned(local.parent.glob(f".*{_PARTIAL}*"))
         content, description = remote_description(store, url)
+        limits = _limits(description)
         for suffix, digest in _digests(description).items():
             path = Path(f"{local}{suffix}")
             if not path.is_file() or content_digest(path) != digest:
-                _fetch(store, url, suffix, digest, path)
+                _fetch(store, url, suffix, digest, path, limits[suffix])
         for name in filter(None, (description.tokenizer_file, *COMPANION_FILES)):
             _fetch_beside(store, local.parent / name)
         _write(Path(f"{local}.json"), content)
@@ -109,7 +111,22 @@ def _digests(description: DatasetDescription) -> dict[str, str]:
     return found
 
 
-def _fetch(store: ObjectStore, url: str, suffix: str, digest: str, path: Path) -> None:
+def _limits(description: DatasetDescription) -> dict[str, int]:
+    """Return the largest sizes that these files can have, so that none fills the disk.
+
+    Source: the format of Megatron-LM (`graphtrain.data.indexed.writer`): 12 bytes for each
+    sequence, and 8 for each document. A span of the loss mask is two numbers of 4 bytes.
+    """
+    documents, tokens = description.documents, description.tokens
+    learned, ends = loss_spans_prefix(""), HEADER.size + 8 * (documents + 1)
+    return {
+        ".idx": ends + 12 * max(documents, tokens),
+        f"{learned}.idx": ends + 12 * documents,
+        f"{learned}.bin": 8 * tokens,
+    }
+
+
+def _fetch(store: ObjectStore, url: str, suffix: str, digest: str, path: Path, limit: int) -> None:
     """Fetch a file, which appears when its digest is the one of the description."""
     partial = _partial_path(path)
     try:
@@ -120,7 +137,7 @@ def _fetch(store: ObjectStore, url: str, suffix: str, digest: str, path: Path) -
                 file.truncate()
                 return file.write
 
-            store.stream(f"{_name(url)}{suffix}", None, begin)
+            store.stream(f"{_name(url)}{suffix}", None, begin, limit)
         if content_digest(partial) != digest:
             raise DataError(
                 f"{url}{suffix}: its digest differs from the one in {_name(url)}.json; upload both "

@@ -9,7 +9,7 @@ from graphtrain.config.schema import Data, StreamSettings, is_streamed
 from graphtrain.data.batches.rows import Streams
 from graphtrain.data.indexed.dataset import read_header
 from graphtrain.errors import DataError
-from graphtrain.run.streaming.block_files import BlockFiles, in_memory_blocks
+from graphtrain.run.streaming.block_files import BlockFiles, in_memory_blocks, remove_replaced
 from graphtrain.run.streaming.local_index import changed_dataset, fetch_index, open_store
 from graphtrain.run.streaming.streamed_blocks import StreamedBlocks
 
@@ -72,6 +72,7 @@ def _open(settings: StreamSettings, url: str) -> StreamedBlocks:
         raise DataError(f"{url}.json: has digests of another number of blocks; upload it again")
     blocks = max(1, settings.cache_mb * _MEGABYTE // block_bytes)
     directory = prefix.parent / f"{prefix.name}.blocks" / description.digests["bin"][:16]
+    remove_replaced(directory)
     store = open_store(settings, url)
     return StreamedBlocks(
         store,

@@ -188,6 +188,19 @@ def test_damage_is_refused_and_never_trained_on(prepared, stored, tmp_path):
         next(loader_of(settings(stored, tmp_path / "c")))
 
 
+def test_an_index_that_is_larger_than_its_dataset_allows_is_not_downloaded(
+    prepared, stored, tmp_path
+):
+    tokens, documents = (getattr(read_description(prepared / "train"), name)
+                         for name in ("tokens", "documents"))  # fmt: skip
+    limit = 34 + 8 * (documents + 1) + 12 * tokens
+    assert (prepared / "train.idx").stat().st_size < limit
+    ObjectStore(stored).put("train.idx", bytes(limit + 1))
+    with pytest.raises(CacheError, match=f"train.idx has {limit + 1} bytes, more than the {limit}"):
+        loader_of(settings(stored, tmp_path / "cache"))
+    assert not list((tmp_path / "cache").rglob("*.idx*"))
+
+
 def test_a_dataset_that_is_replaced_while_it_is_read_is_named(stored, tmp_path):
     loader = loader_of(settings(stored, tmp_path / "cache"))
     source = write_text(tmp_path / "other.jsonl", "other ")
