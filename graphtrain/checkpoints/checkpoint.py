@@ -77,6 +77,7 @@ class Checkpoints:
         layer_order: LayerOrder | None = None,
         *,
         steps_in_use: Callable[[], set[int]] = set,
+        is_shared: bool = True,
     ) -> None:
         """Open the checkpoints in a directory, which the first save creates.
 
@@ -86,9 +87,10 @@ class Checkpoints:
             layer_order: Order of the layer rows. Without it, checkpoints with another order cannot
                 be restored.
             steps_in_use: Returns the steps that must not be deleted now, because they are uploaded.
+            is_shared: Whether all processes of the run see the same directory.
         """
         self._retention = retention
-        self._steps_in_use = steps_in_use
+        self._steps_in_use, self._is_shared = steps_in_use, is_shared
         self._named = directory  # as in messages
         self._directory = directory.absolute()  # Orbax requires an absolute path
         self._layer_order = layer_order
@@ -195,7 +197,7 @@ class Checkpoints:
     def quarantine(self, damaged: DamagedCheckpoint) -> Path:
         """Move a damaged checkpoint to the folder `quarantine` of the run; return its new path.
 
-        Called on every rank; rank 0 moves it.
+        Called on every rank; rank 0 moves it, or each its own.
 
         Raises:
             TrainingError: it cannot be moved.
@@ -203,7 +205,7 @@ class Checkpoints:
         source = self._directory / damaged.checkpoint_path.name
         with checkpoint_errors(damaged.checkpoint_path, "moved; move it away by hand"):
             destination = quarantine_path(self._named.parent, int(source.name))
-            if distributed.rank() == 0:
+            if distributed.rank() == 0 or not self._is_shared:
                 shutil.move(source, destination)  # which may be on another disk
         distributed.all_gather_text("")  # until it is moved
         self.reread()
@@ -216,6 +218,10 @@ class Checkpoints:
     def newest(self) -> int:
         """Return the step of the newest complete checkpoint; 0 if there is none."""
         return max(saved_steps(self._named), default=0)
+
+    def path(self, step: int) -> Path:
+        """Return the directory of a checkpoint."""
+        return self._named / str(step)
 
     def reread(self) -> None:
         """Look again which checkpoints there are, after others were put there."""

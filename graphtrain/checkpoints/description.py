@@ -3,20 +3,26 @@
 import base64
 import binascii
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from graphtrain.checkpoints.host_tier import PART, Part
 from graphtrain.checkpoints.info import read_checkpoint_info
 from graphtrain.checkpoints.manifest import recorded_digests
+from graphtrain.files import validate
 from sharding_rules.documents import DocumentError, read_object
 
 
-def describe_checkpoint(directory: Path, step: int) -> dict[str, Any]:
+def describe_checkpoint(
+    directory: Path, step: int, files: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the metadata of a checkpoint as JSON: arrays, identity, position of the data, files.
 
     Args:
         directory: Directory of the checkpoints.
         step: Step of the checkpoint.
+        files: Size and digest of each file; None for those of its manifest.
 
     Raises:
         DamagedCheckpoint: the manifest is missing or damaged.
@@ -35,7 +41,7 @@ def describe_checkpoint(directory: Path, step: int) -> dict[str, Any]:
             name: {"shape": shape, "dtype": dtype, "sharding": shardings.get(name, "unknown")}
             for name, (shape, dtype) in info.arrays.items()
         },
-        "files": recorded_digests(path),
+        "files": recorded_digests(path) if files is None else files,
     }
 
 
@@ -45,6 +51,9 @@ def _shardings(checkpoint_path: Path) -> dict[str, str]:
     Source: https://orbax.readthedocs.io, the file `_sharding`: JSON by the name in base64
     """
     try:
+        if (checkpoint_path / PART).exists():
+            part = validate(Part, read_object(checkpoint_path / PART))
+            return {name: f"pieces of {shape}" for name, shape in part.shapes.items()}
         stored = read_object(checkpoint_path / "state" / "_sharding")
         return {
             base64.b64decode(name).decode().replace(".", "/"): _say_sharding(json.loads(text))

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,6 +79,10 @@ class HostTier:
         # Files in the manifest of a part, by its directory and save.
         self._entries: dict[tuple[Path, str], Mapping[str, Mapping[str, object]]] = {}
 
+    def own(self, step: int) -> Path:
+        """Return the directory of this host's part of a step."""
+        return self.directory / OWN / str(step)
+
     def parts(self) -> list[HeldPart]:
         """Return the parts on this host, oldest first; one that is damaged is a warning."""
         found = []
@@ -132,8 +136,8 @@ class HostTier:
                 (path / _COMPLETE).touch()
                 sync_directory(path)
 
-    def remove_others(self, newest: int, keep: int) -> None:
-        """Delete all but the newest steps, of which the last is `newest`.
+    def remove_others(self, newest: int, keep: int, in_use: Collection[int] = ()) -> None:
+        """Delete all but the newest steps, of which the last is `newest`, and those in use.
 
         Parts of later steps are those of a start whose disks were lost, and from before which the
         run has gone on.
@@ -142,7 +146,7 @@ class HostTier:
             paths = self._steps(folder)
             kept = [path for path in paths if int(path.name) <= newest][-keep:]
             for path in paths:
-                if path not in kept:
+                if path not in kept and int(path.name) not in in_use:
                     self._remove(path)
 
     def set_aside(self, step: int) -> Path:
@@ -162,7 +166,7 @@ class HostTier:
 
     def names(self, step: int, save: str) -> list[str] | None:
         """Return the files of this host's own part of a save; None if there is none."""
-        return sorted(self._entries_of(self.directory / OWN / str(step), save)) or None
+        return sorted(self._entries_of(self.own(step), save)) or None
 
     def read(self, step: int, save: str, name: str) -> bytes | None:
         """Return the content of a file of a save; None if no sound one is here.

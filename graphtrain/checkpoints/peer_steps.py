@@ -1,4 +1,4 @@
-"""Steps that the hosts of a run can restore together, each from its own disk and its peers'."""
+"""Steps that the hosts of a run can restore together: from own disks, peers', and a store."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
-from graphtrain.checkpoints.host_tier import METADATA, OWN, PART, HeldPart, HostTier, Part
+from graphtrain.checkpoints.host_tier import METADATA, PART, HeldPart, HostTier, Part
 from graphtrain.checkpoints.info import CheckpointInfo, decode_checkpoint_info
 from graphtrain.checkpoints.layer_rows import Index
 from graphtrain.checkpoints.manifest import DamagedCheckpoint
 from graphtrain.checkpoints.peers import Peers
 from graphtrain.checkpoints.pieces import FOLDER, assemble
+from graphtrain.checkpoints.remote_manifest import DamagedRemoteCheckpoint
+from graphtrain.checkpoints.remote_parts import RemoteStep
 from graphtrain.errors import TrainingError
 from graphtrain.files import validate
 from lowering.xla import distributed
@@ -34,6 +36,8 @@ class PeerStep:
     info: CheckpointInfo
     part: Part  # of any host: the shapes of the pieces
     holders: list[int]  # ranks that have a part
+    first_holders: dict[int, int]  # lowest rank that has the part of each group
+    remote: RemoteStep | None = None  # the same save in the object store
 
 
 class PeerSteps:
@@ -47,8 +51,10 @@ class PeerSteps:
     def __init__(self, tier: HostTier, peers: Peers) -> None:
         self._tier, self._peers = tier, peers
         self.received = 0  # pieces that the other hosts sent to this one
+        self.downloaded = 0  # pieces that the object store sent to it
         self.found: dict[int, PeerStep] = {}
         self.lost: dict[int, list[int]] = {}  # steps that were complete, and who has no part
+        self._holders: dict[tuple[int, str], dict[int, int]] = {}  # by step and save, as below
 
     def find(self) -> None:
         """Find the steps that can be restored. Called on every rank; all find the same."""
@@ -61,7 +67,8 @@ class PeerSteps:
                 by_rank.setdefault(rank, []).append((group, groups, is_complete))
         for (step, save), by_rank in sorted(saves.items()):
             parts = [part for some in by_rank.values() for part in some]
-            if {group for group, _, _ in parts} == set(range(parts[0][1])):
+            self._holders[step, save] = _first_holders(by_rank)
+            if set(self._holders[step, save]) == set(range(parts[0][1])):
                 self._add(step, save, sorted(by_rank))
             elif any(is_complete for _, _, is_complete in parts):
                 self.lost[step] = [r for r in range(distributed.count()) if r not in by_rank]
@@ -70,11 +77,11 @@ class PeerSteps:
         """Add a step if every host can read its metadata."""
         found, reason = None, ""
         try:
-            metadata = parse_object(self._read(step, save, METADATA, holders))
-            path = self._tier.directory / OWN / str(step)
-            info = decode_checkpoint_info(metadata, path, step)
-            part = validate(Part, parse_object(self._read(step, save, PART, holders)))
-            found = PeerStep(step, save, info, part, holders)
+            read = partial(self._read, step, save, holders, None)
+            metadata = parse_object(read(METADATA))
+            info = decode_checkpoint_info(metadata, self._tier.own(step), step)
+            part = validate(Part, parse_object(read(PART)))
+            found = PeerStep(step, save, info, part, holders, self._holders[step, save])
         except (TrainingError, DocumentError, KeyError) as error:
             reason = str(error)
         reasons = list(filter(None, distributed.all_gather_text(reason)))
@@ -84,6 +91,21 @@ class PeerSteps:
             warnings.warn(
                 f"step {step} of the hosts' disks is not used: {reasons[0]}", stacklevel=1
             )
+
+    def add_remote(self, remote: RemoteStep) -> None:
+        """Add a step that is in the object store; pieces that no host has are read from there.
+
+        A step of the hosts' disks that was saved again, after the upload, stays as it is.
+        """
+        step, save = remote.manifest.step, remote.part.save
+        known = self.found.get(step)
+        if known is not None and known.save != save:
+            return
+        holders = self._holders.get((step, save), {})
+        ranks = known.holders if known else sorted(set(holders.values()))
+        info = known.info if known else remote.info
+        self.found[step] = PeerStep(step, save, info, remote.part, ranks, holders, remote)
+        self.lost.pop(step, None)
 
     def open_arrays(self, step: int) -> Callable[[str], Callable[[Index], np.ndarray]]:
         """Return what opens an array by its path, to read parts of it.
@@ -97,7 +119,7 @@ class PeerSteps:
 
             @lru_cache(_REMEMBERED)
             def read(name: str) -> bytes:
-                return self._read(step, one.save, name, one.holders)
+                return self._read(step, one.save, one.holders, one.remote, name)
 
             def part(index: Index) -> np.ndarray:
                 sizes = tuple(one.part.shapes[path])
@@ -107,11 +129,14 @@ class PeerSteps:
 
         return open_array
 
-    def _read(self, step: int, save: str, name: str, holders: list[int]) -> bytes:
-        """Return a file of a save, from this host or another one.
+    def _read(
+        self, step: int, save: str, holders: list[int], remote: RemoteStep | None, name: str
+    ) -> bytes:
+        """Return a file of a save: from this host, another one, or the object store.
 
         Raises:
-            DamagedCheckpoint: no host has it as it was written.
+            DamagedCheckpoint: none has it as it was written.
+            CacheError: no host has it, and the store cannot be read.
         """
         content = self._tier.read(step, save, name)
         if content is not None:
@@ -120,9 +145,15 @@ class PeerSteps:
             if (content := self._peers.read(rank, step, save, name)) is not None:
                 self.received += name.startswith(f"{FOLDER}/")
                 return content
-        raise DamagedCheckpoint(
-            self._tier.directory / OWN / str(step), f"no host has {name} as it was written"
-        )
+        reason = f"no host has {name} as it was written"
+        if remote is not None:
+            try:
+                content = remote.read(name)
+                self.downloaded += name.startswith(f"{FOLDER}/")
+                return content
+            except DamagedRemoteCheckpoint as error:
+                reason += f", and {error}"
+        raise DamagedCheckpoint(self._tier.own(step), reason)
 
     def _sources(self, holders: list[int]) -> Iterator[int]:
         """Yield the other holders; the next host first, which has the copies."""
@@ -130,6 +161,15 @@ class PeerSteps:
         for distance in range(1, count):
             if (peer := (rank + distance) % count) in holders:
                 yield peer
+
+
+def _first_holders(by_rank: dict[int, list[tuple[int, int, bool]]]) -> dict[int, int]:
+    """Return the lowest rank that has the part of each group."""
+    first: dict[int, int] = {}
+    for rank, parts in sorted(by_rank.items()):
+        for group, _, _ in parts:
+            first.setdefault(group, rank)
+    return first
 
 
 def _said(one: HeldPart) -> tuple[int, str, int, int, bool]:

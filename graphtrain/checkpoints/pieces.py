@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -84,6 +85,37 @@ def groups_of_ranks(state: Tree, count: int) -> list[int]:
             digest.update(json.dumps([path, sorted(held)]).encode())
     numbers: dict[bytes, int] = {}
     return [numbers.setdefault(digest.digest(), len(numbers)) for digest in digests]
+
+
+def pieces_to_upload(state: Tree, rank: int) -> tuple[list[str], list[int]]:
+    """Return the pieces of a rank that no lower rank has, and all ranks that have such pieces.
+
+    Together, their pieces are all pieces of the state, each once.
+    """
+    names: list[str] = []
+    ranks: set[int] = set()
+    for path, leaf in flatten(state).items():
+        shape, lowest = tuple(leaf.sharding.shard_shape(leaf.shape)), dict[Shape, int]()
+        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+            place = _place(path, index, shape, leaf.shape)
+            lowest[place] = min(device.process_index, lowest.get(place, device.process_index))
+        names += [piece_name(path, place) for place, first in lowest.items() if first == rank]
+        ranks.update(lowest.values())
+    return sorted(names), sorted(ranks)
+
+
+def all_pieces(
+    arrays: Mapping[str, Sequence[Any]], shapes: Mapping[str, Sequence[int]]
+) -> Iterator[str]:
+    """Yield the names of all pieces of a state.
+
+    Args:
+        arrays: Shape and dtype of each array by its path.
+        shapes: Shape of the pieces of each array.
+    """
+    for path, (whole, _) in arrays.items():
+        spans = [(0, size) for size in whole]
+        yield from (piece_name(path, place) for place in _places(spans, tuple(shapes[path])))
 
 
 def assemble(

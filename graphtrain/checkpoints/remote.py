@@ -6,18 +6,16 @@ and its SHA-256 digest are those of the manifest.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from graphtrain.cache.remote import RETRY_SECONDS, Consume, ObjectStore, UnusableObject
+from graphtrain.checkpoints.host_tier import METADATA, PART
 from graphtrain.checkpoints.info import CheckpointInfo, read_checkpoint_info
 from graphtrain.checkpoints.manifest import NAME as LOCAL_MANIFEST
 from graphtrain.checkpoints.manifest import UNVERIFIED, recorded_files, verify_files
@@ -35,13 +33,18 @@ from graphtrain.checkpoints.remote_manifest import (
     prefix_of,
     step_of,
 )
+from graphtrain.checkpoints.remote_transfers import (
+    download_files,
+    in_parallel,
+    put_file,
+    read_verified,
+)
 from graphtrain.checkpoints.run_files import copy_run_files, install_run_files
+from graphtrain.checkpoints.whole_from_pieces import join_pieces
 from graphtrain.errors import TrainingError
 from graphtrain.files import content_digest
 
-T = TypeVar("T")
-R = TypeVar("R")
-_CONCURRENT_FILES = 4
+_CHECKPOINT, _RUN = "checkpoint", "run"  # folders of an upload
 _UNFINISHED_SECONDS = 24 * 3600  # after which the objects of an upload without a manifest are waste
 
 
@@ -68,7 +71,7 @@ class RemoteCheckpoints:
             CacheError: the store cannot be opened.
         """
         self.url = url
-        self._store = ObjectStore(url, retry_seconds, create=create, endpoint=endpoint)
+        self.store = ObjectStore(url, retry_seconds, create=create, endpoint=endpoint)
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first.
@@ -76,7 +79,7 @@ class RemoteCheckpoints:
         Raises:
             CacheError: the store cannot be listed.
         """
-        found = (step_of(name) for name in self._store.names(STEPS))
+        found = (step_of(name) for name in self.store.names(STEPS))
         return sorted(step for step in found if step is not None)
 
     def manifest(self, step: int) -> RemoteManifest:
@@ -87,7 +90,7 @@ class RemoteCheckpoints:
             CacheError: the store cannot be read.
         """
         try:
-            data = self._store.get(manifest_name(step), MAX_MANIFEST_BYTES)
+            data = self.store.get(manifest_name(step), MAX_MANIFEST_BYTES)
             if data is not None:
                 return decode_manifest(data, step)
         except (UnusableObject, ValueError) as error:
@@ -101,24 +104,55 @@ class RemoteCheckpoints:
             DamagedCheckpoint: a file of the checkpoint is not as it was written.
             CacheError: an object cannot be written. Then the checkpoint does not exist there.
         """
-        source = run_directory / "checkpoints" / str(step)
+        directory = run_directory / "checkpoints"
+        source, prefix = directory / str(step), new_prefix(step)
         verify_files(source)
-        info = read_checkpoint_info(run_directory / "checkpoints", step)
-        prefix = new_prefix(step)
+        names = [*recorded_files(source), *UNVERIFIED]
+        files = {name: source / name for name in names if (source / name).is_file()}
+        info = read_checkpoint_info(directory, step)
+        return self.complete(step, prefix, self.put_files(prefix, files), run_directory, info)
+
+    def put_files(
+        self, prefix: str, files: Mapping[str, Path], kind: str = _CHECKPOINT
+    ) -> dict[str, RemoteFile]:
+        """Upload files; return their sizes and digests.
+
+        Args:
+            prefix: Prefix of the upload.
+            files: Files by their names in the checkpoint, or in the run.
+            kind: Of which of both they are.
+
+        Raises:
+            CacheError: an object cannot be written.
+        """
+        return in_parallel(partial(put_file, self.store, f"{prefix}/{kind}"), files)
+
+    def complete(
+        self,
+        step: int,
+        prefix: str,
+        checkpoint: dict[str, RemoteFile],
+        run_directory: Path,
+        info: CheckpointInfo,
+    ) -> RemoteManifest:
+        """Upload the files that describe the run, then the manifest.
+
+        Args:
+            step: Step of the checkpoint.
+            prefix: Prefix of the upload.
+            checkpoint: Its files, which were uploaded.
+            run_directory: Directory of the run.
+            info: Metadata of the checkpoint.
+
+        Raises:
+            CacheError: an object cannot be written. Then the checkpoint does not exist there.
+        """
         with tempfile.TemporaryDirectory(prefix="graphtrain-upload-") as temporary:
-            run = copy_run_files(run_directory, Path(temporary), info.journal)
-            names = [*recorded_files(source), *UNVERIFIED]
-            checkpoint = {name: source / name for name in names if (source / name).is_file()}
-            put = partial(self._put, prefix)
-            manifest = RemoteManifest(
-                step,
-                time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                prefix,
-                _in_parallel(partial(put, "checkpoint"), checkpoint),
-                _in_parallel(partial(put, "run"), run),
-                info.validation_loss,
-            )
-        self._store.put(manifest_name(step), manifest.encode())
+            files = copy_run_files(run_directory, Path(temporary), info.journal)
+            run = self.put_files(prefix, files, _RUN)
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        manifest = RemoteManifest(step, now, prefix, checkpoint, run, info.validation_loss)
+        self.store.put(manifest_name(step), manifest.encode())
         return manifest
 
     def has(self, run_directory: Path, step: int) -> bool:
@@ -167,18 +201,49 @@ class RemoteCheckpoints:
         with write_errors(run_directory):
             shutil.rmtree(partial_path, ignore_errors=True)
             try:
-                files = manifest.checkpoint
-                self._download_files(manifest, "checkpoint", files, partial_path, progress)
-                verify_files(partial_path)
-                with tempfile.TemporaryDirectory(dir=partial_path) as temporary:
-                    self._download_files(manifest, "run", manifest.run, Path(temporary))
-                    install_run_files(Path(temporary), run_directory)
+                self._download(manifest, _CHECKPOINT, manifest.checkpoint, partial_path, progress)
+                whole = _whole(partial_path)
+                self.download_run_files(manifest, run_directory)
                 if destination.exists() and move_away is not None:
                     move_away(destination)
-                partial_path.rename(destination)
+                whole.rename(destination)
             finally:
                 shutil.rmtree(partial_path, ignore_errors=True)
         return destination
+
+    def download_run_files(self, manifest: RemoteManifest, run_directory: Path) -> None:
+        """Download the files that describe the run, where its directory lacks them.
+
+        Raises:
+            DamagedRemoteCheckpoint: an object is missing, or not as it was uploaded.
+            OSError: the directory cannot be written.
+            CacheError: the store cannot be read.
+        """
+        with tempfile.TemporaryDirectory(prefix="graphtrain-download-") as temporary:
+            self._download(manifest, _RUN, manifest.run, Path(temporary))
+            install_run_files(Path(temporary), run_directory)
+
+    def read_file(self, manifest: RemoteManifest, name: str) -> bytes:
+        """Return a file of a checkpoint.
+
+        Raises:
+            DamagedRemoteCheckpoint: it is missing, or not as it was uploaded.
+            CacheError: the store cannot be read.
+        """
+        parts: list[bytes] = []
+
+        def begin() -> Consume:
+            parts.clear()
+            return parts.append
+
+        try:
+            file = manifest.checkpoint[name]
+        except KeyError:
+            reason = f"its manifest does not name {name}"
+            raise DamagedRemoteCheckpoint(self.url, manifest.step, reason) from None
+        where = f"{manifest.prefix}/{_CHECKPOINT}/{name}"
+        read_verified(self.store, manifest.step, where, file, begin)
+        return b"".join(parts)
 
     def download_description(self, step: int, directory: Path) -> RemoteManifest:
         """Download what describes a checkpoint, without its arrays, into a new directory.
@@ -187,9 +252,9 @@ class RemoteCheckpoints:
             DamagedRemoteCheckpoint, CacheError: as for `download`.
         """
         manifest = self.manifest(step)
-        names = ("about/metadata", "state/_sharding", LOCAL_MANIFEST)
+        names = (METADATA, PART, "state/_sharding", LOCAL_MANIFEST)
         chosen = {name: manifest.checkpoint[name] for name in names if name in manifest.checkpoint}
-        self._download_files(manifest, "checkpoint", chosen, directory)
+        self._download(manifest, _CHECKPOINT, chosen, directory)
         return manifest
 
     def info(self, step: int) -> CheckpointInfo:
@@ -209,7 +274,7 @@ class RemoteCheckpoints:
         Raises:
             CacheError: the store cannot be listed.
         """
-        return not any(next(self._store.names(prefix), None) for prefix in (STEPS, FILES))
+        return not any(next(self.store.names(prefix), None) for prefix in (STEPS, FILES))
 
     def verify(self, step: int) -> None:
         """Read every object of a checkpoint.
@@ -219,8 +284,11 @@ class RemoteCheckpoints:
             CacheError: the store cannot be read.
         """
         objects = self.manifest(step).objects()
-        _in_parallel(
-            lambda name, file: self._read(step, name, file, lambda: lambda part: None), objects
+        in_parallel(
+            lambda name, file: read_verified(
+                self.store, step, name, file, lambda: lambda part: None
+            ),
+            objects,
         )
 
     def delete(self, step: int) -> None:
@@ -232,8 +300,8 @@ class RemoteCheckpoints:
         names: Collection[str] = ()
         with suppress(DamagedRemoteCheckpoint):
             names = self.manifest(step).objects()
-        self._store.delete(manifest_name(step))
-        _in_parallel(lambda name, _: self._store.delete(name), dict.fromkeys(names))
+        self.store.delete(manifest_name(step))
+        in_parallel(lambda name, _: self.store.delete(name), dict.fromkeys(names))
 
     def unfinished(self) -> dict[str, list[str]]:
         """Return the objects of uploads that ended a day ago without a manifest, by their prefix.
@@ -243,7 +311,7 @@ class RemoteCheckpoints:
         """
         limit = time.time() - _UNFINISHED_SECONDS
         found: dict[str, list[str]] = {}
-        for name in self._store.names(FILES):
+        for name in self.store.names(FILES):
             upload = prefix_of(name)
             if upload is not None and upload[1] < limit:
                 found.setdefault(upload[0], []).append(name)
@@ -259,74 +327,28 @@ class RemoteCheckpoints:
         Raises:
             CacheError: an object cannot be deleted.
         """
-        _in_parallel(lambda name, _: self._store.delete(name), dict.fromkeys(names))
+        in_parallel(lambda name, _: self.store.delete(name), dict.fromkeys(names))
 
-    def _put(self, prefix: str, kind: str, name: str, path: Path) -> RemoteFile:
-        file = RemoteFile(path.stat().st_size, content_digest(path))
-        self._store.put_file(f"{prefix}/{kind}/{name}", path)
-        return file
-
-    def _download_files(
+    def _download(
         self,
         manifest: RemoteManifest,
         kind: str,
-        files: dict[str, RemoteFile],
+        files: Mapping[str, RemoteFile],
         directory: Path,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        def fetch(name: str, file: RemoteFile) -> None:
-            path = directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as target:
-
-                def use(part: bytes) -> None:
-                    target.write(part)
-                    progress()
-
-                def begin() -> Consume:
-                    target.seek(0)
-                    target.truncate()
-                    return use
-
-                self._read(manifest.step, f"{manifest.prefix}/{kind}/{name}", file, begin)
-
-        directory.mkdir(parents=True, exist_ok=True)
-        _in_parallel(fetch, files)
-
-    def _read(self, step: int, name: str, file: RemoteFile, begin: Callable[[], Consume]) -> None:
-        """Read an object and verify it; `begin` as of `ObjectStore.stream`.
-
-        Raises:
-            DamagedRemoteCheckpoint: it is missing, or not as it was uploaded.
-        """
-        digest = hashlib.sha256()
-
-        def begin_digest() -> Consume:
-            nonlocal digest
-            digest, use = hashlib.sha256(), begin()
-
-            def consume(part: bytes) -> None:
-                digest.update(part)
-                use(part)
-
-            return consume
-
-        try:
-            self._store.stream(name, file.size, begin_digest)
-        except UnusableObject as error:
-            raise DamagedRemoteCheckpoint(self.url, step, str(error)) from error
-        if digest.hexdigest() != file.sha256:
-            raise DamagedRemoteCheckpoint(
-                self.url, step, f"{name} does not have the digest it was uploaded with"
-            )
+        where = f"{manifest.prefix}/{kind}"
+        download_files(self.store, manifest.step, where, files, directory, progress)
 
 
-def _in_parallel(action: Callable[[str, T], R], items: Mapping[str, T]) -> dict[str, R]:
-    """Return the result of an action for each item; the first error cancels those not started."""
-    with ThreadPoolExecutor(_CONCURRENT_FILES) as pool:
-        futures = {name: pool.submit(action, name, item) for name, item in items.items()}
-        try:
-            return {name: future.result() for name, future in futures.items()}
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+def _whole(path: Path) -> Path:
+    """Return the directory of a downloaded checkpoint, verified; pieces of hosts are joined first.
+
+    Raises:
+        TrainingError: it is not as it was written, or its pieces cannot be joined.
+    """
+    if not (path / PART).exists():
+        verify_files(path)
+        return path
+    join_pieces(path, path / "whole")
+    return path / "whole"

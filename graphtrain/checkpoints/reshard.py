@@ -6,13 +6,11 @@ of layer rows that a pipeline requires, and in the chunks in which arrays are st
 
 from __future__ import annotations
 
-import itertools
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,15 +23,14 @@ from graphtrain.checkpoints.output_directory import create_directory
 from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.checkpoints.storage_errors import checkpoint_errors
 from graphtrain.checkpoints.strategy import Strategy, read_json, strategy_of
+from graphtrain.checkpoints.written_arrays import chunks_of, dtype_of, write_zeros
 from graphtrain.config import load_config, render
 from graphtrain.config.resolve import layer_rows, resolve
 from graphtrain.config.run_record import CONFIG, RECORD, write_run_config
 from graphtrain.config.schema import Config
 from graphtrain.errors import PlanError, TrainingError
 from graphtrain.models.optimizer_state import EMA
-from lowering.trees import Tree, unflatten
 
-_CHUNK_BYTES = 64 << 20  # bytes of one chunk of an array on disk
 _CHUNK_CACHE_BYTES = 1 << 30  # bytes of source chunks cached while parts of them are read
 _NOT_COPIED = ("checkpoints", "quarantine", ".lease", ".lock", CONFIG, RECORD)
 
@@ -98,7 +95,7 @@ def reshard(
         _write_zeros(target_path, info, strategy)
         for finished, (path, array) in enumerate(sorted(target_arrays.items())):
             progress(finished, len(target_arrays))
-            dtype = np.dtype(_dtype(strategy.arrays[path]["dtype"]))
+            dtype = np.dtype(dtype_of(strategy.arrays[path]["dtype"]))
             origin = of_weights.get(path, source_arrays[path])
             _copy(source / "checkpoints" / str(step), target_path, origin, array, dtype)
         write_manifest(target_path)
@@ -199,40 +196,17 @@ def _copy_files(
 
 
 def _write_zeros(target_path: Path, info: CheckpointInfo, strategy: Strategy) -> None:
-    """Write an Orbax checkpoint of zeros, which needs almost no memory or disk space."""
-    import orbax.checkpoint as ocp
-
-    zeros: Tree = unflatten(
-        {
-            path: np.broadcast_to(np.zeros((), _dtype(array["dtype"])), array["shape"])
-            for path, array in strategy.arrays.items()
-        }
-    )
-    save_args = unflatten(
-        {path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in strategy.arrays}
-    )
+    arrays = {path: [array["shape"], array["dtype"]] for path, array in strategy.arrays.items()}
     metadata = {
         "step": int(target_path.name),
         "loader": info.data_position,
-        "arrays": {
-            path: [array["shape"], array["dtype"]] for path, array in strategy.arrays.items()
-        },
+        "arrays": arrays,
         "rows": strategy.rows,
         "identity": info.identity,
         "changes": info.changes,
         "journal": info.journal,
     }
-    handler = ocp.CompositeCheckpointHandler(
-        state=ocp.PyTreeCheckpointHandler(
-            type_handler_registry=private_orbax.host_array_handlers()
-        ),
-        about=ocp.JsonCheckpointHandler(),
-    )
-    with ocp.Checkpointer(handler) as checkpointer:
-        items = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(zeros, save_args=save_args), about=ocp.args.JsonSave(metadata)
-        )
-        checkpointer.save(target_path.absolute(), items)
+    write_zeros(target_path, arrays, metadata)
 
 
 def _copy(
@@ -251,26 +225,11 @@ def _copy(
     def read(index: Index) -> np.ndarray:
         return np.asarray(source_store[index].read().result())
 
-    for index in _chunks(target_array.shape, target_store.chunk_layout.write_chunk.shape or ()):
+    for index in chunks_of(target_store):
         target_store[index].write(
             read_reordered_part(target_array, source_array, index, read, dtype)
         ).result()
 
 
-def _chunks(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    starts = [range(0, size, step) for size, step in zip(shape, chunk_shape, strict=True)]
-    for origin in itertools.product(*starts):
-        yield tuple(
-            slice(start, min(start + step, size))
-            for start, step, size in zip(origin, chunk_shape, shape, strict=True)
-        )
-
-
 def _itemsize(strategy: Strategy, path: str) -> int:
-    return _dtype(strategy.arrays[path]["dtype"]).itemsize
-
-
-def _dtype(name: str) -> Any:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    return dtype_of(strategy.arrays[path]["dtype"]).itemsize

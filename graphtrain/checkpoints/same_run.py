@@ -25,8 +25,8 @@ class OtherRun(TrainingError):
     """A checkpoint is of another run than those of the place that it would be written to."""
 
 
-def check_store(remote: RemoteCheckpoints, run_directory: Path, step: int) -> None:
-    """Check that a checkpoint of a run is of the run whose checkpoints are in a store.
+def check_store(remote: RemoteCheckpoints, directory: Path, step: int) -> None:
+    """Check that a checkpoint in a directory is of the run whose checkpoints are in a store.
 
     Raises:
         OtherRun: it is not; names each difference with both values.
@@ -38,10 +38,10 @@ def check_store(remote: RemoteCheckpoints, run_directory: Path, step: int) -> No
             stored = remote.info(there)
         except TrainingError:  # it is damaged, and the one before it tells as much
             continue
-        verify_files(run_directory / "checkpoints" / str(step), only="about/")
-        info = read_checkpoint_info(run_directory / "checkpoints", step)
+        verify_files(directory / str(step), only="about/")
+        info = read_checkpoint_info(directory, step)
         changed = _differences(step, info, there, stored)
-        _refuse(changed, f"step {step} of {run_directory}", f"step {there} in {remote.url}")
+        _refuse(changed, f"step {step} of {directory.parent}", f"step {there} in {remote.url}")
         return
 
 

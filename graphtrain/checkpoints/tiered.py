@@ -1,11 +1,14 @@
-"""Checkpoints of a run in two tiers: often on a disk of each host, rarely whole on a shared one."""
+"""Checkpoints of a run in two tiers: often on a disk of each host, rarely where all find them.
+
+That is a shared disk, where a checkpoint is whole; or, if the hosts share none, an object store.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +16,16 @@ import numpy as np
 
 from graphtrain.checkpoints.arrays import check_same_arrays, describe_arrays
 from graphtrain.checkpoints.checkpoint import Checkpoints, RestoredState
-from graphtrain.checkpoints.host_tier import OWN, HostTier, Part
+from graphtrain.checkpoints.host_tier import HostTier, Part
 from graphtrain.checkpoints.layer_order import LayerOrder, load_reordered
 from graphtrain.checkpoints.layer_rows import Index
 from graphtrain.checkpoints.manifest import DamagedCheckpoint
+from graphtrain.checkpoints.part_uploads import PartUploads
 from graphtrain.checkpoints.peer_steps import PeerSteps, new_save
 from graphtrain.checkpoints.peers import Peers
 from graphtrain.checkpoints.pieces import groups_of_ranks, pieces_on_host, shard_shapes
 from graphtrain.checkpoints.steps import Retention
-from graphtrain.errors import TrainingError
+from graphtrain.errors import CacheError, TrainingError
 from lowering.errors import PeerLost
 from lowering.trees import Tree
 from lowering.xla import distributed
@@ -41,6 +45,8 @@ class TieredCheckpoints(Checkpoints):
         peer_steps: Steps from which the run could resume.
         whole_every: Steps between whole checkpoints; None: only at the end of the run.
         copies: Whether each host has a copy of the part of another one.
+        uploads: Uploads of parts, if `directory` is not on a disk that all hosts share; then no
+            checkpoint is saved whole.
         steps_in_use: As of `Checkpoints`.
     """
 
@@ -55,12 +61,19 @@ class TieredCheckpoints(Checkpoints):
         peer_steps: PeerSteps,
         whole_every: int | None = None,
         copies: bool = False,
+        uploads: PartUploads | None = None,
         steps_in_use: Callable[[], set[int]] = set,
     ) -> None:
-        super().__init__(directory, retention, layer_order, steps_in_use=steps_in_use)
+        super().__init__(
+            directory,
+            retention,
+            layer_order,
+            steps_in_use=steps_in_use,
+            is_shared=uploads is None,
+        )
         self._order = layer_order
         self._tier, self._peers, self._peer_steps = tier, peers, peer_steps
-        self._whole_every = whole_every
+        self._whole_every, self._uploads = whole_every, uploads
         self._copies, self._keep = copies, retention.newest
         self._groups: list[int] | None = None
         self._thread: threading.Thread | None = None
@@ -82,7 +95,7 @@ class TieredCheckpoints(Checkpoints):
         A step is complete when every host has written its part.
         """
         self.wait()
-        if is_whole:
+        if is_whole and self._uploads is None:
             super().save(step, state, loader, validation_loss=validation_loss, **records)
             return
         metadata = self._metadata(step, state, loader, validation_loss, records)
@@ -90,7 +103,9 @@ class TieredCheckpoints(Checkpoints):
             self._groups = groups_of_ranks(state, distributed.count())
         group, groups = self._groups[distributed.rank()], max(self._groups) + 1
         shapes = {path: list(shape) for path, shape in shard_shapes(state).items()}
-        part = Part(new_save(), group, groups, shapes)
+        upload = self._uploads if is_whole else None
+        save = new_save() if upload is None else upload.add(step, state)
+        part = Part(save, group, groups, shapes)
         arguments = step, part, metadata, pieces_on_host(state)
         self._thread = threading.Thread(
             target=self._write, args=arguments, name="checkpoint of this host", daemon=True
@@ -101,29 +116,29 @@ class TieredCheckpoints(Checkpoints):
         """Load a checkpoint, as `Checkpoints.restore`; pieces that this host lacks come from peers.
 
         Raises:
-            DamagedCheckpoint: no host has a sound copy of a piece that one needs; on every rank.
+            DamagedCheckpoint: there is no sound copy of a piece that a host needs; on every rank.
+            TrainingError: a host needs the object store, which cannot be read; on every rank.
         """
         if step not in self._peer_steps.found:
             restored = super().restore(step, described)
-            self._newest = 0  # what the hosts' disks have is older, or cannot be restored
+            # What the hosts' disks have is older, or cannot be restored.
+            self._newest = 0 if self._uploads is None else step
             return restored
-        path, reason, state = self._tier.directory / OWN / str(step), "", None
+        path, state, outcome = self._tier.own(step), None, {"damaged": "", "failed": ""}
         try:
             state = self._load(step, path, described)
         except DamagedCheckpoint as damaged:
-            reason = damaged.reason
-        word = json.dumps([reason, self._peer_steps.received])
-        outcomes = list(map(json.loads, distributed.all_gather_text(word)))
-        if reasons := [reason for reason, _ in outcomes if reason]:
+            outcome["damaged"] = damaged.reason
+        except CacheError as error:
+            outcome["failed"] = str(error)
+        counts = {"received": self._peer_steps.received, "downloaded": self._peer_steps.downloaded}
+        outcomes = list(map(json.loads, distributed.all_gather_text(json.dumps(outcome | counts))))
+        if failed := [one["failed"] for one in outcomes if one["failed"]]:
+            raise TrainingError(f"step {step} cannot be restored now: {failed[0]}")
+        if reasons := [one["damaged"] for one in outcomes if one["damaged"]]:
             raise DamagedCheckpoint(path, reasons[0])
         if distributed.rank() == 0:
-            for rank, (_, received) in enumerate(outcomes):
-                if received:
-                    warnings.warn(
-                        f"{distributed.names([rank])} was sent {received} of its pieces of step "
-                        f"{step} by other hosts",
-                        stacklevel=1,
-                    )
+            _warn_of_pieces(step, outcomes)
         self._newest = step  # later steps cannot be restored
         return RestoredState(step, state, self._peer_steps.found[step].info.data_position)
 
@@ -155,7 +170,10 @@ class TieredCheckpoints(Checkpoints):
 
     def newest(self) -> int:
         """Return the step of the newest complete checkpoint, on the hosts' disks or whole."""
-        return max(super().newest(), self._newest)
+        return self._newest if self._uploads else max(super().newest(), self._newest)
+
+    def path(self, step: int) -> Path:
+        return self._tier.own(step) if self._uploads else super().path(step)
 
     def is_writing(self) -> bool:
         is_alive = self._thread is not None and self._thread.is_alive()
@@ -200,10 +218,16 @@ class TieredCheckpoints(Checkpoints):
             if self._copies and distributed.count() > 1:
                 self._copy_from_previous(step, part)
             self._tier.set_complete(step)
-            self._tier.remove_others(step, self._keep)
+            self._tier.remove_others(step, self._keep, self._uploaded())
             self._newest = step
         except Exception as error:  # raised by the thread that trains
             self._failed.append(error)
+
+    def _uploaded(self) -> set[int]:
+        """Return the steps that are uploaded from the disk of this host, or may be."""
+        if self._uploads is None:
+            return set()
+        return {*self._steps_in_use(), *self._uploads.steps()}
 
     def _check_alone(self, step: int, part: Part, names: set[str]) -> None:
         """Check that no other host has replaced the part of this one, as on a disk that they share.
@@ -243,3 +267,16 @@ class TieredCheckpoints(Checkpoints):
                     "run.checkpoints.copies copies"
                 )
             yield name, content
+
+
+def _warn_of_pieces(step: int, outcomes: Sequence[Mapping[str, Any]]) -> None:
+    """Say which hosts did not have all of their pieces."""
+    for rank, outcome in enumerate(outcomes):
+        places = {"received": "by other hosts", "downloaded": "by the object store"}
+        for count, place in places.items():
+            if outcome[count]:
+                warnings.warn(
+                    f"{distributed.names([rank])} was sent {outcome[count]} of its pieces of step "
+                    f"{step} {place}",
+                    stacklevel=1,
+                )

@@ -7,6 +7,9 @@ process ends at once: an upload without its manifest does not exist.
 
 Of several steps that wait, only the newest is uploaded. A failed upload is repeated until it
 succeeds or a newer step waits.
+
+Where the hosts of a run share no disk, each has such a process, which uploads the parts on its own
+disk. That of rank 0 waits for the parts of the others, and then writes the manifest.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +29,19 @@ from graphtrain.cache.remote import UnusableObject
 from graphtrain.checkpoints.listing import list_remote, superfluous
 from graphtrain.checkpoints.manifest import DamagedCheckpoint
 from graphtrain.checkpoints.remote import RemoteCheckpoints
+from graphtrain.checkpoints.remote_manifest import DamagedRemoteCheckpoint, RemoteManifest
+from graphtrain.checkpoints.remote_parts import PartsUpload, UploadedParts, upload_parts
 from graphtrain.checkpoints.same_run import OtherRun, check_store
 from graphtrain.checkpoints.side_process import read_job, report
 from graphtrain.checkpoints.steps import Retention
+from graphtrain.errors import CacheError
+from graphtrain.files import validate
 from sharding_rules.errors import UserError
 
 MODULE = __name__
 _RETRY_SECONDS = 30.0  # for which a request is repeated, before the upload begins again
 _PAUSE_SECONDS = 5.0  # before a failed upload begins again
+_POLL_SECONDS = 1.0  # between looks for the parts of other hosts
 
 
 @dataclass(frozen=True)
@@ -45,19 +54,27 @@ class UploadJob:
     retention: Retention
 
 
+@dataclass(frozen=True)
+class UploadRequest:
+    """A step to upload: whole, from the directory of the run, or the parts on this host."""
+
+    step: int
+    parts: PartsUpload | None = None
+
+
 class _Queue:
     """The step that waits to be uploaded: the newest of those that were asked for."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: int | None = None
+        self._waiting: UploadRequest | None = None
         self._finishing = False
 
-    def put(self, step: int) -> None:
+    def put(self, request: UploadRequest) -> None:
         with self._changed:
             if self._waiting is not None:
-                _report("superseded", self._waiting)
-            self._waiting = step
+                _report("superseded", self._waiting.step)
+            self._waiting = request
             self._changed.notify_all()
 
     def finish(self) -> None:
@@ -65,12 +82,12 @@ class _Queue:
             self._finishing = True
             self._changed.notify_all()
 
-    def take(self) -> int | None:
+    def take(self) -> UploadRequest | None:
         """Return the next step, as soon as there is one; None when there will be none."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is not None or self._finishing)
-            step, self._waiting = self._waiting, None
-            return step
+            request, self._waiting = self._waiting, None
+            return request
 
     def wait_for_newer(self, seconds: float) -> bool:
         """Wait some seconds; return whether a newer step waits."""
@@ -83,28 +100,31 @@ def _report(event: str, step: int, **facts: Any) -> None:
 
 
 def _upload_all(job: UploadJob, queue: _Queue) -> None:
-    while (step := queue.take()) is not None:
-        while not _upload(job, step):
+    while (request := queue.take()) is not None:
+        while not _upload(job, request, queue):
             if queue.wait_for_newer(_PAUSE_SECONDS):
-                _report("superseded", step)
+                _report("superseded", request.step)
                 break
     os._exit(0)
 
 
-def _upload(job: UploadJob, step: int) -> bool:
+def _upload(job: UploadJob, request: UploadRequest, queue: _Queue) -> bool:
     """Upload one step; return False if it failed and is worth another attempt."""
-    directory, started = Path(job.run_directory), time.monotonic()
+    step, started = request.step, time.monotonic()
     try:
         remote = RemoteCheckpoints(job.url, job.endpoint, retry_seconds=_RETRY_SECONDS, create=True)
-        if remote.has(directory, step):
+        if _is_present(remote, job, request):
             _report("present", step)
             return True
-        check_store(remote, directory, step)
+        check_store(remote, _directory(job, request), step)
         replaces = step in remote.steps()  # of the same run, which was trained again from before
-        manifest = remote.upload(directory, step)
+        if request.parts is None:
+            manifest = remote.upload(Path(job.run_directory), step)
+        elif (manifest := _upload_parts(remote, job, request, request.parts, queue)) is None:
+            return True
         seconds = time.monotonic() - started
         _report("uploaded", step, bytes=manifest.nbytes, seconds=seconds, replaces=replaces)
-    except (DamagedCheckpoint, OtherRun, UnusableObject) as error:
+    except (DamagedCheckpoint, DamagedRemoteCheckpoint, OtherRun, UnusableObject) as error:
         _report("refused", step, reason=str(error))
         return True
     except (UserError, OSError) as error:
@@ -112,6 +132,52 @@ def _upload(job: UploadJob, step: int) -> bool:
         return False
     _remove_superfluous(remote, job.retention, step)
     return True
+
+
+def _upload_parts(
+    remote: RemoteCheckpoints,
+    job: UploadJob,
+    request: UploadRequest,
+    parts: PartsUpload,
+    queue: _Queue,
+) -> RemoteManifest | None:
+    """Upload the parts on this host; on rank 0, wait for the others and write the manifest.
+
+    Return None where another host does that, or a newer step is to be uploaded instead.
+    """
+    upload_parts(remote, parts)
+    if not parts.is_last:
+        _report("part uploaded", request.step)
+        return None
+    uploaded = UploadedParts(remote, request.step, parts)
+    while not uploaded.are_complete():
+        if queue.wait_for_newer(_POLL_SECONDS):
+            _report("superseded", request.step)
+            return None
+    manifest = uploaded.finish(Path(job.run_directory))
+    try:
+        uploaded.delete_records()
+    except CacheError as error:
+        _report("not deleted", request.step, reason=str(error))
+    return manifest
+
+
+def _is_present(remote: RemoteCheckpoints, job: UploadJob, request: UploadRequest) -> bool:
+    """Return whether the store has this checkpoint: by its manifest, or the upload of its parts."""
+    if request.parts is None:
+        return remote.has(Path(job.run_directory), request.step)
+    if request.step not in remote.steps():
+        return False
+    with suppress(DamagedRemoteCheckpoint):
+        return remote.manifest(request.step).prefix == request.parts.prefix
+    return False
+
+
+def _directory(job: UploadJob, request: UploadRequest) -> Path:
+    """Return the directory of the checkpoints of which one is uploaded."""
+    if request.parts is None:
+        return Path(job.run_directory) / "checkpoints"
+    return Path(request.parts.sources[0].directory).parent
 
 
 def _remove_superfluous(remote: RemoteCheckpoints, retention: Retention, step: int) -> None:
@@ -130,7 +196,7 @@ def _read_requests(queue: _Queue) -> None:
         if request.get("finish"):
             queue.finish()
             return
-        queue.put(request["step"])
+        queue.put(validate(UploadRequest, request))
     os._exit(1)  # the run was killed
 
 

@@ -101,8 +101,8 @@ def show(location: Path | str, step: Step, endpoint: str | None, as_json: bool) 
         with tempfile.TemporaryDirectory() as temporary:
             path = Path(temporary) / str(chosen.step)
             manifest = _remote(location, endpoint).download_description(chosen.step, path)
-            facts = describe_checkpoint(Path(temporary), chosen.step)
-        facts["files"] = {name: asdict(file) for name, file in manifest.checkpoint.items()}
+            files = {name: asdict(file) for name, file in manifest.checkpoint.items()}
+            facts = describe_checkpoint(Path(temporary), chosen.step, files)
     facts |= {"bytes": chosen.nbytes, "saved_at": chosen.saved_at}
     if as_json:
         click.echo(json.dumps(facts, indent=1))
@@ -234,7 +234,7 @@ def push(run: Path, url: str, step: Step, replace: bool, endpoint: str | None) -
 
     chosen = _choose(_found(run, None), step, run)
     remote = _remote(url, endpoint, create=True)
-    check_store(remote, run, chosen.step)
+    check_store(remote, run / "checkpoints", chosen.step)
     if not replace and remote.has(run, chosen.step):
         click.echo(f"{url} has step {chosen.step} already")
         return

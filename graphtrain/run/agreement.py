@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -72,16 +72,35 @@ def on_rank_zero(action: Callable[[], None], wait: Callable[[], None]) -> None:
     Raises:
         TrainingError: it failed on rank 0; there, its own error.
     """
+    _run_long(action if distributed.rank() == 0 else None, wait)
+
+
+def on_all_ranks_long(action: Callable[[], None], wait: Callable[[], None]) -> None:
+    """Run a long `action` on every rank, as `on_all_ranks`.
+
+    Args:
+        action: what each rank does.
+        wait: called on every rank now and then meanwhile.
+
+    Raises:
+        TrainingError: another rank failed; an error of this rank is raised unchanged.
+    """
+    _run_long(action, wait)
+
+
+def _run_long(action: Callable[[], None] | None, wait: Callable[[], None]) -> None:
+    """Run a long action on the ranks that have one, while all agree now and then."""
     if distributed.count() == 1:
-        action()
+        if action is not None:
+            action()
         return
     with ThreadPoolExecutor(1) as pool:
-        started = pool.submit(action) if distributed.rank() == 0 else None
+        started = pool.submit(action) if action is not None else None
         while True:
             if started is not None:
                 futures.wait([started], timeout=_LONG_ACTION_SECONDS)
             is_over = started is None or started.done()
-            if distributed.all_gather_text("over" if is_over else "")[0]:
+            if all(distributed.all_gather_text("over" if is_over else "")):
                 break
             wait()
     on_all_ranks(lambda: started.result() if started is not None else None)
@@ -180,6 +199,21 @@ def check_same_checkpoints(directory: str, steps: list[int]) -> None:
                 f"{distributed.names([0])} sees {steps_by_rank[0]}; run.directory must be on a "
                 "file system that all hosts share"
             )
+
+
+def steps_on_all_ranks(steps: Sequence[int]) -> tuple[list[int], dict[int, int]]:
+    """Return the steps that every rank has; and those that only some have, each with one that does.
+
+    Args:
+        steps: Steps of this rank.
+    """
+    words = distributed.all_gather_text(json.dumps(list(steps)))
+    by_rank = [set(json.loads(word)) for word in words]
+    common = set.intersection(*by_rank)
+    others = {
+        step: rank for rank, found in reversed(list(enumerate(by_rank))) for step in found - common
+    }
+    return sorted(common), others
 
 
 def check_same_data(identity: Mapping[str, Any]) -> None:

@@ -31,7 +31,10 @@ class Callback(Protocol):
         """Note the metrics of an evaluation: validation_loss, or scores on tasks by name."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """Note that the checkpoint of a step is complete; not those on disks of the hosts."""
+        """Note that the checkpoint of a step is complete; not those on disks of the hosts.
+
+        Where hosts share no disk, it is one that is to be uploaded, and `path` the part of rank 0.
+        """
 
     def on_run_end(self, summary: RunSummary) -> None:
         """Note that the run is complete, or was stopped by a signal."""

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphtrain.checkpoints.info import CheckpointInfo
 from graphtrain.checkpoints.local_tier import link_local_tier
+from graphtrain.checkpoints.output_directory import write_errors
+from graphtrain.checkpoints.part_uploads import PartUploads
 from graphtrain.config.schema import Run
+from graphtrain.errors import TrainingError
 from graphtrain.run.agreement import (
     check_shared_directory,
+    is_shared_directory,
     on_all_ranks,
     on_rank_zero,
 )
@@ -27,13 +32,31 @@ if TYPE_CHECKING:
     from graphtrain.run.uploads import Uploads
 
 
-def open_uploads(run: Run, log: RunLog) -> Uploads | None:
-    """Return what uploads the checkpoints of a run, on rank 0."""
-    if run.checkpoints.remote is None or distributed.rank() != 0:
+def open_uploads(run: Run, log: RunLog, disks: HostDisks | None) -> Uploads | None:
+    """Return what uploads the checkpoints of a run: on rank 0, or each rank those of its disk."""
+    parts = disks.uploads if disks is not None else None
+    if run.checkpoints.remote is None or (parts is None and distributed.rank() != 0):
         return None
     from graphtrain.run.uploads import Uploads
 
-    return Uploads(Path(run.directory), run.checkpoints, log.note)
+    return Uploads(Path(run.directory), run.checkpoints, log.note, parts)
+
+
+def shares_directory(disks: HostDisks | None) -> bool:
+    """Return whether all hosts of the run see the same directory of the run."""
+    return disks is None or disks.uploads is None
+
+
+def note_restored(disks: HostDisks | None, step: int) -> None:
+    """Note the step from which the run resumes, to upload it if the store lacks it.
+
+    Called on every rank.
+    """
+    if disks is None or disks.uploads is None:
+        return
+    one = disks.steps.found.get(step)
+    if one is not None and one.remote is None:
+        disks.uploads.add_restored(one)
 
 
 def prepare_checkpoints(
@@ -69,11 +92,15 @@ def prepare_checkpoints(
     disks = None
     if settings.local is not None:
         disks = _open_local(directory, settings.local, stack, fresh=fresh)
-    if settings.local is None or disks is not None:
+    if disks is None and settings.local is None:
         check_shared_directory("run.directory", directory)
-    if disks is not None and not fresh:
-        disks.steps.find()
-    if run.checkpoints.remote is not None:
+    if disks is not None:
+        disks = _with_uploads(disks, run)
+        if not fresh:
+            disks.steps.find()
+    if disks is not None and disks.uploads is not None:
+        _find_in_store(run, disks, identity, allowed_changes, watchdog, log, fresh=fresh)
+    elif run.checkpoints.remote is not None:
         on_hosts = max(disks.steps.found, default=0) if disks is not None else 0
         _fetch(run, identity, allowed_changes, watchdog, log, fresh=fresh, on_hosts=on_hosts)
     return disks
@@ -93,6 +120,74 @@ def _open_local(directory: Path, local: str, stack: ExitStack, *, fresh: bool) -
         partial(link_local_tier, directory, local, fresh=fresh) if is_first else _do_nothing
     )
     return None
+
+
+def _with_uploads(disks: HostDisks, run: Run) -> HostDisks:
+    """Return the disks, with uploads of their parts if the hosts do not share run.directory.
+
+    Called on every rank.
+
+    Raises:
+        TrainingError: they do not, and a setting needs that they do.
+    """
+    directory, remote = Path(run.directory), run.checkpoints.remote
+
+    def create() -> None:
+        with write_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+
+    on_all_ranks(create)
+    if is_shared_directory("run.directory", directory):
+        return disks
+    if remote is None:
+        raise TrainingError(
+            f"the hosts share neither run.directory ({directory}) nor run.checkpoints.local; set "
+            "run.checkpoints.remote to an object store, where they bring their parts together, or "
+            "run.directory to a file system that all hosts share"
+        )
+    if "://" not in remote:
+        place = Path(remote).expanduser().absolute()
+        on_all_ranks(partial(_create_store, place))
+        if not is_shared_directory("run.checkpoints.remote", place):
+            raise TrainingError(
+                f"run.checkpoints.remote = {remote} is on a disk of each host, as run.directory "
+                "is; set one of both to what all hosts share, such as an object store"
+            )
+    if run.export is not None:
+        raise TrainingError(
+            "run.export needs a run.directory that all hosts share, because it reads a whole "
+            f"checkpoint; unset it, and when the run is complete: graphtrain checkpoints pull "
+            f"{remote} DIR, and graphtrain convert graphtrain-to-hf DIR FOLDER"
+        )
+    return replace(disks, uploads=PartUploads(disks.tier))
+
+
+def _create_store(place: Path) -> None:
+    with write_errors(place):
+        place.mkdir(parents=True, exist_ok=True)
+
+
+def _find_in_store(
+    run: Run,
+    disks: HostDisks,
+    identity: Callable[[int], Mapping[str, Any]],
+    allowed_changes: Sequence[str],
+    watchdog: Watchdog,
+    log: RunLog,
+    *,
+    fresh: bool,
+) -> None:
+    """Add the steps in the store to those of the hosts' disks. Called on every rank."""
+    from graphtrain.run.remote_steps import add_remote_steps
+
+    def wait() -> None:
+        watchdog.move(LOADING)
+
+    def check(checkpoint: str, step: int, info: CheckpointInfo) -> None:
+        check_identity(checkpoint, info, identity(step), allowed_changes)
+
+    place = Path(run.directory), run.checkpoints
+    add_remote_steps(*place, disks.steps, check, log.note, fresh=fresh, wait=wait)
 
 
 def _fetch(
@@ -124,13 +219,15 @@ def _fetch(
 
 def fetch_instead(
     run: Run,
+    disks: HostDisks | None,
     identity: Callable[[int], Mapping[str, Any]],
     allowed_changes: Sequence[str],
     watchdog: Watchdog,
 ) -> Callable[[int, int], int | None]:
     """Return what downloads a checkpoint in place of a damaged one (`Resumption.fetch`).
 
-    It is called on every rank; rank 0 downloads. Arguments are as of `prepare_checkpoints`.
+    It is called on every rank; rank 0 downloads. Arguments are as of `prepare_checkpoints`. Where
+    hosts share no disk, each reads what is damaged from the store, and nothing else is done.
     """
 
     def wait() -> None:
@@ -140,7 +237,7 @@ def fetch_instead(
         check_identity(checkpoint, info, identity(step), allowed_changes)
 
     def fetch(low: int, high: int) -> int | None:
-        if run.checkpoints.remote is None:
+        if run.checkpoints.remote is None or not shares_directory(disks):
             return None
         from graphtrain.run.remote_resume import fetch_between
 

@@ -14,6 +14,7 @@ from typing import BinaryIO
 from graphtrain.checkpoints.host_tier import HostTier
 from graphtrain.checkpoints.local_tier import remove_link
 from graphtrain.checkpoints.output_directory import write_errors
+from graphtrain.checkpoints.part_uploads import PartUploads
 from graphtrain.checkpoints.peer_steps import PeerSteps
 from graphtrain.checkpoints.peers import Peers, PeerServer, connect_peers
 from graphtrain.errors import TrainingError
@@ -32,6 +33,7 @@ class HostDisks:
     server: PeerServer
     peers: Peers
     steps: PeerSteps
+    uploads: PartUploads | None = None  # of parts, if the hosts do not share run.directory either
 
 
 def is_disk_of_host(local: Path) -> bool:

@@ -339,8 +339,7 @@ class TrainingLoop:
     def _report_checkpoint(self) -> None:
         """Notify the callbacks of the checkpoint that was being written and is now complete."""
         if self._saving is not None:
-            path = Path(self.run.directory) / "checkpoints" / str(self._saving)
-            self.notify("on_checkpoint", self._saving, path)
+            self.notify("on_checkpoint", self._saving, self.checkpoints.path(self._saving))
             self._saving = None
 
     def _move(self, stage: str, step: int, batch: int = 0) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from graphtrain.checkpoints.checkpoint import quarantine_path
@@ -54,17 +54,13 @@ def fetch_newest(
         remote = RemoteCheckpoints(settings.remote, settings.endpoint, create=True)
         steps = remote.steps()
         if fresh and steps:
-            raise TrainingError(
-                f"{remote.url} has checkpoints (steps {', '.join(map(str, steps))}), from which a "
-                "later start would resume; with --fresh, set run.checkpoints.remote to a new "
-                "location, or remove them"
-            )
+            raise refuse_fresh(remote.url, steps)
         for step in reversed([step for step in steps if step > newest]):
-            if _fetch(remote, step, directory, check, progress):
+            if fetch_checkpoint(remote, step, directory, check, progress):
                 note(f"downloaded the checkpoint of step {step} from {remote.url}")
                 return
         if whole and not fresh:
-            check_store(remote, directory, whole)
+            check_store(remote, directory / "checkpoints", whole)
     except CacheError as error:
         if not newest:
             raise TrainingError(
@@ -79,6 +75,14 @@ def fetch_newest(
             f"every checkpoint in {remote.url} is damaged, and there is none in {directory}; set "
             "run.checkpoints.remote and run.directory to new locations to start again"
         )
+
+
+def refuse_fresh(url: str, steps: Sequence[int]) -> TrainingError:
+    """Return the error that a run is to start at step 0, and its store has checkpoints."""
+    return TrainingError(
+        f"{url} has checkpoints (steps {', '.join(map(str, steps))}), from which a later start "
+        "would resume; with --fresh, set run.checkpoints.remote to a new location, or remove them"
+    )
 
 
 def fetch_between(
@@ -111,14 +115,14 @@ def fetch_between(
     try:
         remote = RemoteCheckpoints(settings.remote, settings.endpoint, create=True)
         for step in reversed([step for step in remote.steps() if low < step <= high]):
-            if _fetch(remote, step, directory, check, progress):
+            if fetch_checkpoint(remote, step, directory, check, progress):
                 return step
     except CacheError as error:
         warnings.warn(f"no copy of step {high} is looked for: {error}", stacklevel=1)
     return None
 
 
-def _fetch(
+def fetch_checkpoint(
     remote: RemoteCheckpoints,
     step: int,
     directory: Path,

@@ -21,7 +21,7 @@ from graphtrain.data.indexed.dataset import dataset_paths
 from graphtrain.data.indexed.description import read_description
 from graphtrain.errors import DataError, TrainingError
 from graphtrain.files import missing_dataset_file
-from graphtrain.run.agreement import check_same_checkpoints, on_all_ranks
+from graphtrain.run.agreement import check_same_checkpoints, on_all_ranks, steps_on_all_ranks
 from graphtrain.run.data_sources import source_identity
 from graphtrain.run.learning_rate import learning_rate
 from graphtrain.run.trained_tokenizer import tokenizer_digests
@@ -92,6 +92,7 @@ class Resumption:
         fetch: Called on every rank with two steps: downloads the newest checkpoint after the first
             one and up to the second one, which is damaged; returns its step, or None.
         peer_steps: Steps on disks of the hosts; None if there are none.
+        is_shared: Whether all ranks see the same directory.
     """
 
     directory: Path
@@ -100,6 +101,7 @@ class Resumption:
     fresh: bool = False
     fetch: Callable[[int, int], int | None] = lambda low, high: None
     peer_steps: PeerSteps | None = None
+    is_shared: bool = True
     steps: list[int] = field(init=False)  # candidates, oldest first
     _damaged: list[DamagedCheckpoint] = field(default_factory=list)
     _fetched: set[int] = field(default_factory=set)  # steps
@@ -111,12 +113,17 @@ class Resumption:
             TrainingError: every checkpoint is damaged, or the newest is of another run.
         """
         self.steps = [] if self.fresh else saved_steps(self.directory / "checkpoints")
-        check_same_checkpoints(str(self.directory), self.steps)
+        others: dict[int, int] = {}
+        if self.is_shared:
+            check_same_checkpoints(str(self.directory), self.steps)
+        else:
+            self.steps, others = steps_on_all_ranks(self.steps)
         if self.peer_steps is not None and not self.fresh:
             for step in self.steps:
                 self._use_whole(step)
             self.steps = sorted({*self.steps, *self.peer_steps.found})
             _check_lost(self.peer_steps.lost, self.start)
+            _check_seen_by_all(self.directory, others, self.start)
         on_all_ranks(self._find_newest)
 
     @property
@@ -254,6 +261,25 @@ def _check_lost(lost: Mapping[int, Sequence[int]], start: int) -> None:
         )
     if distributed.rank() == 0:
         warnings.warn(f"{what}; resuming from step {start}", stacklevel=1)
+
+
+def _check_seen_by_all(directory: Path, others: Mapping[int, int], start: int) -> None:
+    """Check that no rank has a later checkpoint in its directory of the run than all can resume.
+
+    Args:
+        directory: Directory of the run, which the hosts do not share.
+        others: Checkpoints that only some ranks have, each with one that has it.
+        start: Step from which the run would resume.
+
+    Raises:
+        TrainingError: one has; the run would silently start before that step.
+    """
+    if (step := max(others, default=0)) > start:
+        raise TrainingError(
+            f"only {distributed.names([others[step]])} has the checkpoint of step {step} in "
+            f"{directory}, which the hosts do not share; copy it into run.checkpoints.remote with "
+            f"graphtrain checkpoints push, or move it away to resume from step {start}"
+        )
 
 
 def check_identity(

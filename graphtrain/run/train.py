@@ -38,8 +38,10 @@ from graphtrain.run.callbacks import Callback, check_callbacks, notify
 from graphtrain.run.checkpoint_places import (
     fetch_instead,
     finish_uploads,
+    note_restored,
     open_uploads,
     prepare_checkpoints,
+    shares_directory,
 )
 from graphtrain.run.data_check import DataCheck
 from graphtrain.run.directory_lock import locked_run_directory
@@ -152,15 +154,16 @@ def _train_until_rewound(
     is_rank_zero = distributed.rank() == 0  # rank 0 writes the files that all ranks share
     log = RunLog(directory, run.steps, run.report_every)
     timeline.move(activities.PREPARE)
-    uploads = open_uploads(run, log)
     with ExitStack() as stack:
         # The first to begin, so that the last upload has the last lines of the log.
         copies = stack.enter_context(uploading_files(run, log.note)) if is_rank_zero else []
         stack.enter_context(log.recording())
         stack.enter_context(timeline.recording())
         trackers = stack.enter_context(tracking(run)) if is_rank_zero else []
-        observers = [log, *([uploads] if uploads else []), *copies, *trackers, *callbacks]
-        notify_callbacks = partial(notify, observers if is_rank_zero else ())
+        observers: list[object] = []
+        if is_rank_zero:
+            observers += [log, *copies, *trackers, *callbacks]
+        notify_callbacks = partial(notify, observers)
         watchdog = stack.enter_context(watched(run.watchdog, directory))
         watchdog.before_exit = timeline.end
         on_all_ranks(
@@ -174,7 +177,11 @@ def _train_until_rewound(
             run, identity, allowed_changes, watchdog, log, stack, fresh=fresh
         )
         timeline.move(activities.PREPARE)
-        fetch = fetch_instead(run, identity, allowed_changes, watchdog)
+        uploads = open_uploads(run, log, disks)
+        if uploads is not None:
+            observers.insert(1, uploads)
+            stack.callback(uploads.close)
+        fetch = fetch_instead(run, disks, identity, allowed_changes, watchdog)
         resumption = Resumption(
             directory,
             identity,
@@ -182,6 +189,7 @@ def _train_until_rewound(
             fresh=fresh,
             fetch=fetch,
             peer_steps=disks.steps if disks else None,
+            is_shared=shares_directory(disks),
         )
         saved = bool(resumption.steps)
         history = recorded_history(directory, resumption.start)
@@ -192,6 +200,10 @@ def _train_until_rewound(
         if is_complete and not (evaluation_owed or scores_owed):
             start = resumption.start
             summary = RunSummary(directory, start, start, None, None, history.best_step, stalled)
+            note_restored(disks, start)
+            if uploads is not None:
+                uploads.begin(start)
+            finish_uploads(run, uploads, watchdog, start)
             return finish_export(run, summary, watchdog, log.note)
         if saved and is_rank_zero:
             timeline.open(directory)
@@ -214,8 +226,6 @@ def _train_until_rewound(
         stack.enter_context(lowering.backend(program.target).forbid_tracing())
         prefaulted_bytes = prefault.stop()
         baseline_bytes = host.reset_peak() - prefaulted_bytes
-        if uploads is not None:
-            stack.callback(uploads.close)
         checkpoints = _open_checkpoints(program, run, stack, uploads, disks)
         restored = None
         if saved:
@@ -223,6 +233,7 @@ def _train_until_rewound(
             timeline.move(activities.RESTORE)
             restored = resumption.restore(checkpoints, described)
             state = restored.state
+            note_restored(disks, resumption.start)
         else:
             state = _init_state(programs, run.seed)
         if stop.should_stop():  # while a checkpoint was restored
@@ -270,7 +281,7 @@ def _train_until_rewound(
                 timeline,
             )
             if is_rank_zero
-            else _discard_journal
+            else partial(_discard_journal, uploads, start)
         )
         profiler = Profiler(directory, run.profile, program.target.platform)
         stack.enter_context(profiler.on_signal())
@@ -449,6 +460,7 @@ def _open_checkpoints(
             peer_steps=disks.steps,
             whole_every=settings.remote_every,
             copies=bool(settings.copies),
+            uploads=disks.uploads,
             steps_in_use=steps_in_use,
         )
     stack.callback(checkpoints.close)
@@ -575,8 +587,10 @@ def _measure_nothing(step: int) -> Record:
     return {}
 
 
-def _discard_journal() -> tuple[Report, JournalPosition]:
+def _discard_journal(uploads: Uploads | None, start: int) -> tuple[Report, JournalPosition]:
     """Return functions that discard records: metrics are equal on all ranks, rank 0 writes."""
+    if uploads is not None:
+        uploads.begin(start)
     return lambda record: None, lambda: None
 
 

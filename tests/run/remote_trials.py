@@ -53,7 +53,10 @@ def is_equal(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) 
 
 def uploaders(run: str) -> list[str]:
     """Ids of the processes that upload checkpoints of a run."""
-    found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
+    # Lines of any length: readline, which pytest imports, sets COLUMNS.
+    found = subprocess.run(
+        ["ps", "-eww", "-o", "pid,args"], capture_output=True, text=True, check=True
+    )
     lines = [line for line in found.stdout.splitlines() if MODULE in line and f'"{run}"' in line]
     return [line.split()[0] for line in lines]
 

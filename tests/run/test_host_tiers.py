@@ -1,5 +1,6 @@
 """One run in two processes, each with a disk of its own for checkpoints, as two hosts have."""
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from places import Place, furnish, meeting_address
+from remote_trials import arrays, is_equal, serving, uploaders
+from storage import credentials, failing
 
 from graphtrain.checkpoints.host_tier import HostTier
 
@@ -41,10 +44,11 @@ class Hosts:
         return self.path / f"disk-{rank}"
 
     def start(self, *words: str) -> list[subprocess.Popen[str]]:
+        """Start both; RANK in a word is the rank of the process."""
         meeting = ["--coordinator", meeting_address(), "--processes", "2", "--rank"]
         return [
             self.place.start(
-                "run", "config.toml", *words,
+                "run", "config.toml", *(word.replace("RANK", str(rank)) for word in words),
                 "--set", f"run.checkpoints.local={self.disk(rank)}", *meeting, str(rank),
             )
             for rank in (0, 1)
@@ -114,3 +118,59 @@ def test_what_one_host_lost_is_restored_from_the_other_bit_for_bit(hosts: Hosts,
         shutil.rmtree(lost)
     told = hosts.run(*words, *store, "--set", "run.steps=18")
     assert "trained 18 steps (resumed from 16)" in told, told
+
+
+def test_hosts_that_share_no_disk_upload_their_parts_and_restore_them(
+    hosts: Hosts, tmp_path: Path, monkeypatch
+):
+    """Half of the requests fail, and an uploader is killed; then all is lost but the store."""
+    place, url = hosts.place, "s3://runs/one"
+    words = [
+        *SHARDED, "--set", "run.directory=run-RANK", "--set", "run.checkpoints.local_every=2",
+        "--set", f"run.checkpoints.remote={url}", "--set", "run.checkpoints.remote_every=4",
+    ]  # fmt: skip
+    (tmp_path / "runs").mkdir()
+    with serving(tmp_path) as server, failing(server.url) as network:
+        for name, value in credentials(network.url).items():
+            monkeypatch.setenv(name, value)
+        network.fails = lambda request: request.startswith("PUT")  # until it is killed
+        both = hosts.start(*words)
+        wait_for_uploader("run-1", both)
+        os.kill(int(uploaders("run-1")[0]), signal.SIGKILL)
+        network.fails = None
+        told = [process.communicate(timeout=200) for process in both]
+        assert [process.returncode for process in both] == [0, 0], told
+        hosts.run(*words)  # it is complete: uploaded is what is missing
+        assert place.curve("run-0") == hosts.reference()
+        assert not list(place.path.glob("run-*/checkpoints/*"))
+        for lost in (hosts.disk(0), hosts.disk(1), place.path / "run-0"):
+            shutil.rmtree(lost)
+        told = hosts.run(*words, "--set", "run.steps=18")
+        assert "trained 18 steps (resumed from 16)" in told, told
+        assert re.search(r"rank 1 was sent \d+ of its pieces of .* by the object store", told), told
+        assert place.curve("run-0")[:16] == place.curve("reference")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        assert not list(tmp_path.glob("runs/one/v1/files/1*/parts/*"))
+        check_commands(place, url)
+
+
+def wait_for_uploader(run: str, processes: list[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + 100
+    while not uploaders(run):
+        assert time.monotonic() < deadline and all(one.poll() is None for one in processes)
+
+
+def check_commands(place: Place, url: str) -> None:
+    """What hosts uploaded in parts is listed, shown, verified and downloaded as any checkpoint."""
+    listed, _ = place.command("checkpoints", "ls", url, "--json")
+    assert {16, 18} <= {one["step"] for one in json.loads(listed)}
+    shown, _ = place.command("checkpoints", "show", url)
+    assert "pieces of [" in shown and "pieces/parameters." in shown
+    out, _ = place.command("checkpoints", "verify", url)
+    assert "16: intact" in out
+    place.command("checkpoints", "pull", url, "pulled", "--step", "16")
+    out, _ = place.command("checkpoints", "verify", "pulled")
+    assert out == "16: intact\n"
+    both = [arrays(place.path / name / "checkpoints", 16) for name in ("pulled", "reference")]
+    assert is_equal(*both)
+    assert (place.path / "pulled/config.toml").is_file()

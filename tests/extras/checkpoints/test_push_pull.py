@@ -140,11 +140,11 @@ def test_permitted_changes_and_phases_are_no_other_run(tmp_path):
     other = trained(tmp_path / "other", 7, 20, **later)
     stores = [RemoteCheckpoints(str(tmp_path / name), create=True) for name in ("one", "two")]
     stores[0].upload(early, 8)
-    check_store(stores[0], late, 20)
+    check_store(stores[0], late / "checkpoints", 20)
     with pytest.raises(OtherRun, match=r"run\.seed is 7 and there 0;"):
-        check_store(stores[0], other, 20)
+        check_store(stores[0], other / "checkpoints", 20)
     stores[1].upload(late, 20)
-    check_store(stores[1], early, 8)
+    check_store(stores[1], early / "checkpoints", 8)
 
 
 def test_a_run_that_is_further_than_the_store_of_another_one_does_not_start(store, tmp_path):
@@ -175,11 +175,12 @@ def test_a_run_uploads_nothing_among_the_checkpoints_of_another_one(runs, store,
     before, retention = contents(store), Retention(1)
     jobs = [upload_process.UploadJob(str(runs / one), store, None, retention)
             for one in ("seven", "again")]  # fmt: skip
-    assert upload_process._upload(jobs[0], 8)  # and it is not tried again
+    request, queue = upload_process.UploadRequest(8), upload_process._Queue()
+    assert upload_process._upload(jobs[0], request, queue)  # and it is not tried again
     event = json.loads(capsys.readouterr().out)
     assert event["event"] == "refused" and "run.seed is 7 and there 0" in event["reason"]
     assert contents(store) == before
-    assert upload_process._upload(jobs[1], 8)
+    assert upload_process._upload(jobs[1], request, queue)
     assert json.loads(capsys.readouterr().out)["replaces"]
 
 
