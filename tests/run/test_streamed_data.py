@@ -1,14 +1,18 @@
 """A run whose data is in an object store is the run on local files, killed or not."""
 
+import json
 import shutil
+import subprocess
 import time
 
 import pytest
 from places import Place
-from remote_trials import serving
+from remote_trials import SLOW, Server, serving
 from storage import credentials, failing
 
 from graphtrain.cache.remote import ObjectStore
+from graphtrain.data.indexed import blocks
+from graphtrain.data.indexed.description import read_description, write_description
 
 pytest.importorskip("obstore")
 
@@ -60,3 +64,58 @@ def test_a_killed_run_on_streamed_data_is_that_on_local_files(place, tmp_path, m
         words = [*more, "--set", "run.data.stream.timeout=1"]
         _, err = place.command("run", "config.toml", *words, status=2)
         assert "run.data.train: cannot read s3://runs/data/train.json" in err
+
+
+def test_a_server_that_is_killed_while_a_run_reads_delays_it_or_ends_it(
+    place, tmp_path, monkeypatch
+):
+    """The same curve after the server is started again; an error if it stays away."""
+    place.command("run", "config.toml", *STEPS, "--set", "run.directory=reference")
+    small_blocks(place, monkeypatch)
+    (tmp_path / "runs").mkdir()
+    with serving(tmp_path) as server, failing(server.url, share=0.0) as network:
+        for name, value in credentials(network.url).items():
+            monkeypatch.setenv(name, value)
+        upload(place)
+        process = lose_server(place, server)
+        time.sleep(4)
+        network.address = server.start().removeprefix("http://")
+        _, err = process.communicate(timeout=100)
+        assert process.returncode == 0, err
+        assert place.curve() == place.curve("reference")
+        assert data_loading(place, "run") > data_loading(place, "reference") + 1
+        shutil.rmtree(place.path / "run")
+        process = lose_server(place, server, "--set", "run.data.stream.timeout=1")
+        _, err = process.communicate(timeout=100)
+        assert process.returncode == 2 and "cannot read s3://runs/data/train.bin" in err, err
+
+
+def data_loading(place: Place, run: str) -> float:
+    """Seconds for which a run waited for data; some batches are read ahead."""
+    out, _ = place.command("goodput", run, "--json")
+    return json.loads(out)["seconds"]["data_loading"]
+
+
+def small_blocks(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describe a copy of the data by blocks of 4 KiB, so that it has many."""
+    data = place.path / "data"
+    shutil.copytree(data, place.path / "copy")
+    data.unlink()
+    (place.path / "copy").rename(data)
+    monkeypatch.setattr(blocks, "_BLOCK", 1 << 12)
+    for name in ("train", "validation"):
+        description = read_description(data / name)
+        assert description is not None
+        write_description(data / name, description)
+
+
+def lose_server(place: Place, server: Server, *words: str) -> subprocess.Popen[str]:
+    """Start a run; while it reads, kill the server and remove the blocks that it has read."""
+    process = place.start_python("-c", SLOW, "run", "config.toml", *STREAM, *words)
+    while not any(step >= 5 for step, _, _ in place.curve()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    server.kill()
+    for path in (place.path / "cached").rglob("*.blocks"):
+        shutil.rmtree(path)
+    return process
