@@ -92,6 +92,8 @@ def reshard(
     ):
         _copy_files(source, directory, config, strategy, destination)
         target_path = directory / "checkpoints" / str(step)
+        if averaged:  # the optimizer state is that of other weights
+            info = replace(info, identity=info.identity | {"weights": "averaged"})
         _write_zeros(target_path, info, strategy)
         for finished, (path, array) in enumerate(sorted(target_arrays.items())):
             progress(finished, len(target_arrays))

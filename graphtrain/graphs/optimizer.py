@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from graphtrain.config.schema import Optimizer
-from graphtrain.config.user_code import UserCode
 from graphtrain.errors import ConfigError
 from graphtrain.graphs.adafactor import scale_by_adafactor
+from graphtrain.graphs.custom_optimizer import custom_optimizer
 from graphtrain.graphs.expert_bias import update_expert_biases
 from graphtrain.graphs.muon import scale_by_muon
 from graphtrain.graphs.schedule_free import schedule_free
@@ -86,7 +86,7 @@ def _directions(
 ) -> dict[str, optax.GradientTransformation]:
     """Return what turns gradients into directions, by its name in the state."""
     if (code := optimizer.user_code) is not None:
-        return {"custom": _custom(code, optimizer.arguments), "steps": _count_steps()}
+        return {"custom": custom_optimizer(code, optimizer.arguments), "steps": _count_steps()}
     kind, beta1, beta2 = optimizer.kind, optimizer.beta1, optimizer.beta2
     if kind == "lion":
         return {"lion": optax.scale_by_lion(beta1, beta2)}
@@ -144,15 +144,6 @@ def _average(decay: float) -> optax.GradientTransformation:
         return updates, jax.tree.map(lambda old, one: old + (1 - decay) * (one - old), state, new)
 
     return optax.GradientTransformation(lambda params: jax.tree.map(jnp.copy, params), update)
-
-
-def _custom(code: UserCode, arguments: Mapping[str, Any]) -> optax.GradientTransformation:
-    made = code.call(**arguments)
-    if not callable(getattr(made, "init", None)) or not callable(getattr(made, "update", None)):
-        raise ConfigError(
-            f"{code} returned {type(made).__name__}, not an optax.GradientTransformation"
-        )
-    return made
 
 
 def _count_steps() -> optax.GradientTransformation:

@@ -29,6 +29,7 @@ from graphtrain.run.agreement import on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement, index_share
 from graphtrain.run.data_check import DataCheck
 from graphtrain.run.events import RunSummary
+from graphtrain.run.finite_weights import check_finite_weights
 from graphtrain.run.goodput.activities import ACTIVITY_OF_STAGE, STOP
 from graphtrain.run.goodput.timeline import Timeline
 from graphtrain.run.learning_rate import learning_rate
@@ -156,6 +157,7 @@ class TrainingLoop:
     _journal_position: JournalPosition = field(init=False)
     _pending: PendingStep | None = None
     _saving: int | None = None  # step of the checkpoint that is being written
+    _has_trained: bool = False  # a step of this start was not skipped
     _gave_up_scores: bool = False  # of the last evaluation of tasks, because of a signal
     _last_finished_at: float = field(default_factory=time.perf_counter)
     _flops: dict[str, float] = field(init=False)  # useful FLOPs per token, by metric name
@@ -269,11 +271,14 @@ class TrainingLoop:
                 self.data_check.raise_if_damaged()
                 self._move(SAVING, completed_steps)
                 is_whole = is_whole or self.checkpoints.is_due_whole(completed_steps)
+                if last or stopping:
+                    self._check_finite(completed_steps, state)
                 self._save(completed_steps, state, evaluated, is_whole)
             if stopping:
                 break
         self._end_profile(completed_steps, state)
         self._finish_pending_step()
+        self._warn_if_all_skipped(completed_steps)
         self._move(SAVING, completed_steps)  # until the last checkpoint is complete
         self.checkpoints.wait()
         self._report_checkpoint()
@@ -336,6 +341,33 @@ class TrainingLoop:
         self._report_checkpoint()
         self._saving = completed_steps if is_whole else None
 
+    def _check_finite(self, completed_steps: int, state: Tree) -> None:
+        """Check the weights that no further step uses.
+
+        Raises:
+            TrainingError: they are not finite.
+        """
+        arrays = lowering.backend(self.program.target).checkpoint_arrays(state)
+        check_finite_weights(arrays["parameters"], completed_steps, self._last_good())
+
+    def _last_good(self) -> str:
+        """Return the newest checkpoint from which a step had a finite loss, or "none"."""
+        directory = Path(self.run.directory)
+        known = good_steps(read_journal(directory))
+        good = [step for step in saved_steps(directory / "checkpoints") if step in known]
+        return f"{directory}/checkpoints/{good[-1]}" if good else "none"
+
+    def _warn_if_all_skipped(self, completed_steps: int) -> None:
+        """Warn if gradients overflowed in every step since the start: nothing was trained."""
+        if completed_steps == self.start or self._has_trained or distributed.rank():
+            return
+        warnings.warn(
+            f"all {completed_steps - self.start} steps of this start were skipped, because their "
+            "gradients overflowed in float16: the weights have not changed; train longer, so that "
+            "the loss scale falls, or lower program.precision.initial_scale",
+            stacklevel=1,
+        )
+
     def _report_checkpoint(self) -> None:
         """Notify the callbacks of the checkpoint that was being written and is now complete."""
         if self._saving is not None:
@@ -375,6 +407,7 @@ class TrainingLoop:
             name: float(metrics[name]) for name in metrics if name not in _COMMON_METRICS
         }
         is_spike = not is_overflow(metrics) and pending.limits.exceeded_by(metrics)
+        self._has_trained |= not is_overflow(metrics)
         if SPIKE in metrics:
             extra_metrics[SPIKE] = int(is_spike)
         if is_spike or is_overflow(metrics):
@@ -467,18 +500,16 @@ class TrainingLoop:
         """Say which step is a spike, of which documents, and what can be done."""
         self.checkpoints.wait()  # until the last checkpoint is complete
         directory = Path(self.run.directory)
-        saved = saved_steps(directory / "checkpoints")
-        good = [step for step in saved if step in good_steps(read_journal(directory))]
+        saved, good = saved_steps(directory / "checkpoints"), self._last_good()
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         above = f", above run.spikes ({pending.limits.describe()})" if is_finite else ""
         text = (
             f"step {pending.number}: loss {loss}, gradient norm {norm}{above}; the batch contains "
-            f"{self.loader.describe(pending.number - 1)}; last good checkpoint: "
-            + (f"{directory}/checkpoints/{good[-1]}" if good else "none")
+            f"{self.loader.describe(pending.number - 1)}; last good checkpoint: " + good
         )
-        if saved and saved[-1] not in good:
+        if saved and good != (newest := f"{directory}/checkpoints/{saved[-1]}"):
             text += (
-                f"; {directory}/checkpoints/{saved[-1]} is newer, but no step from it was finite: "
+                f"; {newest} is newer, but no step from it was finite: "
                 "move it away to resume from the one before it"
             )
         if self.run.spikes.on_spike != "stop":
@@ -527,7 +558,8 @@ class TrainingLoop:
             if loss is None:
                 return None
             losses[name] = loss
-        self._write({"step": completed_steps, **losses})
+        finite = {name: _if_finite(loss) for name, loss in losses.items()}
+        self._write({"step": completed_steps, **finite})
         loss = losses["validation_loss"]
         self._last_finished_at = time.perf_counter()  # do not count the evaluation as step time
         return loss

@@ -25,6 +25,8 @@ _EXACT_DIGITS = {
     "margin": 9,
     "accuracy": 9,
     "grad_norm": 9,
+    "parameter_norm": 9,  # .MODULE
+    "update_norm": 9,
     "learning_rate": 9,
     "loss_scale": 17,
     "validation_loss": 17,
@@ -47,7 +49,7 @@ METRICS = {
     "loss_scale": "float16: factor of the loss in this step, with a dynamic scale",
     "skipped_steps": "float16: number of steps so far that were skipped because of an overflow",
     "spike": "with program.optimizer.skip_spikes: 1 if the step was a spike, and skipped",
-    "parameter_norm.MODULE": "with program.optimizer.group_norms: norm of a module's parameters",
+    "parameter_norm.MODULE": "with program.optimizer.group_norms: norm of a module before the step",
     "update_norm.MODULE": "the same: norm of what the step adds to them, learning rate included",
     "learning_rate": "learning rate of the step",
     "targets": "number of tokens of the batch that count in the loss",
@@ -149,7 +151,8 @@ def _rounded(name: str, value: float | int | None) -> float | int | None:
     """Return a metric with as many significant digits as it has a meaning."""
     if not isinstance(value, float):
         return value
-    return float(f"{value:.{_EXACT_DIGITS.get(name, _DIGITS)}g}")
+    digits = _EXACT_DIGITS.get(name.partition(".")[0], _DIGITS)
+    return float(f"{value:.{digits}g}")
 
 
 def has_scores(record: Mapping[str, Any]) -> bool:

@@ -128,9 +128,9 @@ def _missing(metrics: Metrics) -> str:
 def evaluation_line(metrics: Metrics) -> str:
     """Describe an evaluation: the validation loss, or the first scores on tasks."""
     if "validation_loss" in metrics:
-        average = metrics.get("averaged_validation_loss")
+        loss, average = metrics["validation_loss"], metrics.get("averaged_validation_loss")
         of_average = "" if average is None else f"  of averaged weights {average:.4f}"
-        return f"validation loss {metrics['validation_loss']:.4f}{of_average}"
+        return f"validation loss {'not finite' if loss is None else f'{loss:.4f}'}{of_average}"
     words = [f"{name} {value:.4f}" for name, value in metrics.items()]
     more = f"  and {len(words) - _SCORES} more" if len(words) > _SCORES else ""
     return "  ".join(words[:_SCORES]) + more

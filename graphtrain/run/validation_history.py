@@ -29,8 +29,9 @@ class ValidationHistory:
 
     @property
     def best_step(self) -> int | None:
-        """Step of the lowest loss; None before the first evaluation."""
-        return min(self._losses, key=self._losses.__getitem__, default=None)
+        """Step of the lowest loss; None before the first evaluation with a finite one."""
+        finite = [step for step, loss in self._losses.items() if math.isfinite(loss)]
+        return min(finite, key=self._losses.__getitem__, default=None)
 
     def has_stalled(self, patience: int | None) -> bool:
         """Return whether the last `patience` evaluations were not lower than one before them."""
@@ -43,7 +44,7 @@ def recorded_history(directory: Path, until: int) -> ValidationHistory:
     """Read the history up to a step from the journal of a run. All ranks get that of rank 0."""
     journal = read_journal(directory) if until and distributed.rank() == 0 else []
     losses = {
-        record["step"]: record["validation_loss"]
+        record["step"]: math.nan if (loss := record["validation_loss"]) is None else loss
         for record in journal
         if "validation_loss" in record and record["step"] <= until
     }

@@ -3,6 +3,7 @@
 import json
 import urllib.request
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -89,7 +90,7 @@ def log_probability(place, part: str) -> float:
         for path in flatten(parameter_specs(model))
     }
     tokens = np.array([[*b"def "]], np.int32)
-    logits, _ = forward(model, unflatten(arrays), tokens)
+    logits, _ = forward(model, unflatten(arrays), jnp.asarray(tokens))
     scores = np.asarray(logits, np.float64)[0, -1]
     return float(scores.max() - np.logaddexp.reduce(scores))
 
@@ -119,6 +120,9 @@ def test_a_moving_average_begins_at_the_initial_weights_and_becomes_a_run_by_nam
         validation_loss(place, *words),
     )
     mean = validation_loss(place, *words, "--set", "run.directory=mean")
+    more = ["--set", "run.directory=mean", "--set", "run.steps=9"]
+    _, err = place.command("run", "config.toml", *words, *more, status=2)
+    assert 'weights was "averaged" and is unset' in err and "--allow-change weights" in err
     assert evaluated["averaged_validation_loss"] == mean
     assert end < start - 0.1 and abs(mean - start) < 0.02 and mean != start
     place.command("convert", "graphtrain-to-hf", "mean", "folder")
@@ -128,3 +132,40 @@ def test_a_moving_average_begins_at_the_initial_weights_and_becomes_a_run_by_nam
     assert len({file.read_bytes() for file in files}) == 1
     _, err = place.command("convert", "graphtrain-to-hf", "first", "none", "--averaged", status=2)
     assert "first has no averaged weights; they are part of runs with" in err
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_weights_that_are_not_finite_after_the_last_step_are_not_saved(place):
+    """No further step has a loss that would show it."""
+    (place.path / "mine.py").write_text(BREAKS_IN_STEP_6)
+    words = ["--set", "program.optimizer.custom=mine.py:make", "--set", "run.steps=6"]
+    words += ["--set", "run.checkpoints.local_every=4", "--set", "run.export=hf"]
+    place.command("compile", "config.toml", *words)
+    _, err = place.command("run", "config.toml", *words, status=2)
+    assert "step 6 made weights that are not finite, though its loss was" in err
+    assert "they are not saved; last good checkpoint: run/checkpoints/4" in err
+    assert [path.name for path in (place.path / "run/checkpoints").iterdir()] == ["4"]
+    assert not list((place.path / "run").glob("hf*"))
+    evaluated = [one["validation_loss"] for one in place.journal() if "validation_loss" in one]
+    assert evaluated[-1] is None
+
+
+BREAKS_IN_STEP_6 = """
+import jax, jax.numpy as jnp, optax
+
+def make():
+    def update(updates, steps, params=None):
+        scale = jnp.where(steps == 5, jnp.nan, -0.01)
+        return jax.tree.map(lambda one: scale * one, updates), steps + 1
+
+    return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+"""
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_a_start_whose_steps_all_overflowed_says_that_nothing_was_trained(place):
+    words = ["--set", "program.precision.compute=float16", "--set", "run.steps=4"]
+    words += ["--set", "program.precision.initial_scale=3e38"]
+    place.command("compile", "config.toml", *words)
+    _, err = place.command("run", "config.toml", *words)
+    assert "all 4 steps of this start were skipped, because their gradients overflowed" in err

@@ -128,6 +128,13 @@ def test_moments_in_bfloat16_decay_by_the_rate_that_is_set(settings, part):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        (
+            {"kind": "sgd", "momentum": 0.0, "nesterov": True},
+            "nesterov has no effect with momentum",
+        ),
+        ({"beta2": 0.99999999999}, "is 1 in float32"),
+        ({"epsilon": 1e-60}, "1e-60 is 0 in float32"),
+        ({"weight_decay": 1e60}, r"1e\+60 is infinite in float32"),
         ({"beta1": 0.999, "moment_dtype": "bfloat16"}, "beta1 = 0.999 loses at a step"),
         ({"kind": "lion", "beta2": 0.998, "moment_dtype": "int8"}, "at most 0.996"),
         ({"kind": "sgd", "momentum": 0.999, "moment_dtype": "bfloat16"}, "momentum = 0.999"),
@@ -154,6 +161,34 @@ def test_an_optimizer_of_matrices_without_a_named_one_is_refused(kind):
     }
     with pytest.raises(ConfigError, match="the model has no matrix whose axes have names"):
         make_optimizer(Optimizer(kind=kind), specs)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ("lambda p: (), lambda u, s, p=None: (jax.tree.map(jnp.sum, u), s)",
+         "an update that it returns is a scalar for layers/mlp/up, and not 2x16x64"),
+        ("lambda p: (), lambda u, s, p=None: ({}, s)", "an update that it returns lacks layers"),
+        ("lambda p: jnp.zeros([], jnp.int32), lambda u, s, p=None: (u, s + 0.5)",
+         "its state that it returns is a scalar of float32, and not a scalar of int32"),
+        ("lambda p: {'n': jnp.zeros(2)}, lambda u, s, p=None: (u, {**s, 'm': s['n']})",
+         "its state that it returns has, and did not have before, m"),
+        ("lambda p: {'n': jnp.zeros((0, 2))}, lambda u, s, p=None: (u, s)",
+         r"an array without elements \(n\), which a checkpoint cannot store"),
+    ],
+)  # fmt: skip
+def test_what_an_optimizer_of_ones_own_returns_must_fit(tmp_path, made, words):
+    """A scalar would be added to every element of a weight, and another dtype ends a run."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import jax, jax.numpy as jnp, optax\n"
+        f"def make():\n    return optax.GradientTransformation({made})\n"
+    )
+    parameters = unflatten({path: jnp.ones(spec.shape) for path, spec in SPECS.items()})
+    optimizer = make_optimizer(Optimizer(custom=f"{path}:make"), unflatten(SPECS))
+    with pytest.raises(ConfigError, match=words):
+        state = optimizer.init(parameters)
+        optimizer.update(parameters, state, parameters, learning_rate=0.1)
 
 
 def test_rows_and_columns_of_matrices_follow_from_the_names_of_axes():

@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from graphtrain.config.schema.types import (
     STRICT,
-    Fraction,
+    DecayRate,
     NotNegativeFloat,
     Plain,
     Positive,
@@ -65,21 +65,21 @@ class Optimizer:
     """
 
     kind: Annotated[Kind, BeforeValidator(_not_custom)] = "adamw"  # see docs/guides/optimizers.md
-    beta1: Fraction = 0.9  # decay rate of the first moment; schedule_free: weight of the average
-    beta2: Fraction = 0.95  # decay rate of the second moment; lion: of its only one
+    beta1: DecayRate = 0.9  # decay rate of the first moment; schedule_free: weight of the average
+    beta2: DecayRate = 0.95  # decay rate of the second moment; lion: of its only one
     epsilon: PositiveFloat = 1e-8  # added to the root of the second moment
     weight_decay: NotNegativeFloat = 0.1  # multiplied by the learning rate
     decay_mask: Literal["matrices", "all"] = "matrices"  # decayed weights; not norms and biases
     clip_norm: NotNegativeFloat = 1.0  # maximum global norm of the gradients; 0: no clipping
     offload_to_host: bool = False  # keep the moments in host memory, if the target supports it
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"  # of the first moment
-    momentum: Fraction | None = None  # muon, sgd: its decay rate; unset: 0.95, 0.9
+    momentum: DecayRate | None = None  # muon, sgd: its decay rate; unset: 0.95, 0.9
     nesterov: bool | None = None  # muon, sgd: Nesterov's momentum; unset: true, false
     newton_schulz_steps: Positive | None = None  # muon: iterations; unset: 5
     consistent_rms: PositiveFloat | None = None  # muon: root mean square of updates; unset: 0.2
     precondition_frequency: Positive | None = None  # soap: steps between two eigenbases; unset: 10
     max_precondition_dim: Positive | None = None  # soap: longer sides have none; unset: 10000
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # of averaged weights; unset: none
+    ema_decay: Annotated[DecayRate, Field(gt=0)] | None = None  # of averaged weights; unset: none
     skip_spikes: bool = False  # a step can be left undone; for run.spikes.on_spike = "skip"
     group_norms: bool = False  # metrics of the norms of parameters and updates, by module
     custom: str | None = None  # "file.py:name" that makes an optax optimizer, in place of kind
@@ -105,6 +105,14 @@ class Optimizer:
             raise ValueError(
                 f'{unused[0]} is not a setting of kind = "{self.kind}"; it is one of '
                 f"{', '.join(kinds)}"
+            )
+        if (
+            self.kind == "sgd"
+            and self.momentum == 0
+            and (unused := self._changed(("nesterov", "moment_dtype")))
+        ):
+            raise ValueError(
+                f"{unused[0]} has no effect with momentum = 0; remove it, or set momentum"
             )
         if self.kind == "schedule_free":
             if self.beta1 == 0:

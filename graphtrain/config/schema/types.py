@@ -1,5 +1,6 @@
 """Types that settings of several tables share."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
@@ -16,9 +17,39 @@ Positive = Annotated[int, Field(ge=1)]
 Width = Annotated[int, Field(ge=1, le=10**7)]  # of an axis of a weight
 Count = Annotated[int, Field(ge=1, le=10**9)]  # of tokens, sequences or rows
 NotNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NotNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+def _of_float32(value: float) -> float:
+    """Refuse a number that a program, which computes in float32, would take for another one.
+
+    Raises:
+        ValueError: it is 0 or infinite there.
+    """
+    if 0 < value < _SMALLEST_FLOAT32 or _LARGEST_FLOAT32 < value < math.inf:
+        other = "0" if value < 1 else "infinite"
+        raise ValueError(f"{value:g} is {other} in float32, in which programs compute")
+    return value
+
+
+def _below_one(value: float) -> float:
+    """Refuse a rate that is 1 in float32, with which nothing would ever decay.
+
+    Raises:
+        ValueError: it is.
+    """
+    if value >= _ONE_IN_FLOAT32:
+        raise ValueError(f"{value} is 1 in float32, in which programs compute; lower it")
+    return value
+
+
+_SMALLEST_FLOAT32 = 2.0**-126  # a smaller one is flushed to zero
+_LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
+_ONE_IN_FLOAT32 = 1 - 2.0**-25  # what is larger is rounded to 1
+Float32 = AfterValidator(_of_float32)
+BelowOne = AfterValidator(_below_one)
+PositiveFloat = Annotated[float, Field(gt=0), Float32]
+NotNegativeFloat = Annotated[float, Field(ge=0), Float32]
+DecayRate = Annotated[float, Field(ge=0, lt=1), Float32, BelowOne]  # of a moving average
 Plain = str | bool | int | float | list[str | bool | int | float]  # arguments of user code
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 DropoutRate = Annotated[float, Field(ge=0, lt=1)]

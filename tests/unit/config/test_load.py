@@ -182,7 +182,7 @@ def test_every_problem_is_reported_at_once_with_its_line(file):
         ("target = 8", 'a string; write "8"'),
         ("target = 2024-01-01", 'a string; write "2024-01-01"'),
         ('optimizer.decay_mask = "none"', '"matrices" or "all"'),
-        ("optimizer.beta1 = 2", "a number, at least 0, at most 1"),
+        ("optimizer.beta1 = 2", "a number, at least 0, below 1"),
         ("optimizer.epsilon = 0", "a number, above 0"),
         ("optimizer.epsilon = inf", "finite"),
         ("optimizer.epsilon = nan", "finite"),

@@ -1,0 +1,48 @@
+"""Check of the last weights of a run, from which no further step will show a loss."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from graphtrain.errors import TrainingError
+from graphtrain.run.agreement import on_all_ranks
+from lowering.trees import Tree, flatten
+
+
+def check_finite_weights(parameters: Tree, step: int, good: str) -> None:
+    """Check on every rank that the weights after a step are finite; each shard is read once.
+
+    Args:
+        parameters: Weights on the devices.
+        step: Number of completed steps, for messages.
+        good: Where the last good checkpoint is, for messages.
+
+    Raises:
+        TrainingError: an element is not; names the array.
+    """
+
+    def check() -> None:
+        for path, array in flatten(parameters).items():
+            bad = sum(map(_count_not_finite, _shards(array)))
+            if bad:
+                raise TrainingError(
+                    f"step {step} made weights that are not finite, though its loss was: {bad} "
+                    f"elements of {path}; they are not saved; last good checkpoint: {good}; lower "
+                    "run.learning_rate.peak, and check program.optimizer"
+                )
+
+    on_all_ranks(check)
+
+
+def _shards(array: object) -> list[np.ndarray]:
+    """Return the shards of this process's devices, without copies of the same one."""
+    shards = getattr(array, "addressable_shards", None)
+    if shards is None:
+        return [np.asarray(array)]
+    return [np.asarray(shard.data) for shard in shards if shard.replica_id == 0]
+
+
+def _count_not_finite(values: np.ndarray) -> int:
+    if not np.issubdtype(values.dtype, np.floating) and values.dtype.name != "bfloat16":
+        return 0
+    return int(np.size(values) - np.count_nonzero(np.isfinite(values)))
