@@ -12,6 +12,7 @@ from graphtrain.config.schema.types import (
     NotNegativeFloat,
     Plain,
     Positive,
+    PositiveDecayRate,
     PositiveFloat,
 )
 from graphtrain.config.user_code import UserCode
@@ -79,7 +80,7 @@ class Optimizer:
     consistent_rms: PositiveFloat | None = None  # muon: root mean square of updates; unset: 0.2
     precondition_frequency: Positive | None = None  # soap: steps between two eigenbases; unset: 10
     max_precondition_dim: Positive | None = None  # soap: longer sides have none; unset: 10000
-    ema_decay: Annotated[DecayRate, Field(gt=0)] | None = None  # of averaged weights; unset: none
+    ema_decay: PositiveDecayRate | None = None  # of averaged weights; unset: none
     skip_spikes: bool = False  # a step can be left undone; for run.spikes.on_spike = "skip"
     group_norms: bool = False  # metrics of the norms of parameters and updates, by module
     custom: str | None = None  # "file.py:name" that makes an optax optimizer, in place of kind

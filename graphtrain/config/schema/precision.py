@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from graphtrain.config.schema.types import STRICT, DecayRate, Float32
+from graphtrain.config.schema.types import STRICT, Float32, PositiveDecayRate
 
 _INITIAL_SCALE = 65536.0
 _GROWTH_INTERVAL = 2000
@@ -13,6 +13,7 @@ _GROWTH_FACTOR = 2.0
 _BACKOFF_FACTOR = 0.5
 # The loss is multiplied in float32: smallest and largest normal number of it.
 _Scale = Annotated[float, Field(ge=1.2e-38, le=3.4e38)]
+_Growth = Annotated[float, Field(gt=1), Float32]
 _Interval = Annotated[int, Field(ge=1, lt=2**31)]  # the program counts in int32
 # Parameters whose products can be quantized, by their names, and parts of the model. The embedding
 # is a lookup and no product; experts are those that a router chooses.
@@ -49,10 +50,8 @@ class Precision:
     loss_scale: Literal["dynamic"] | _Scale | None = None  # float16; unset: "dynamic"
     initial_scale: _Scale | None = None  # dynamic: scale of the first step; unset: 65536
     growth_interval: _Interval | None = None  # dynamic: steps without overflow; unset: 2000
-    growth_factor: Annotated[float, Field(gt=1), Float32] | None = (
-        None  # dynamic: after them; unset: 2
-    )
-    backoff_factor: Annotated[DecayRate, Field(gt=0)] | None = None  # at overflow; unset: 0.5
+    growth_factor: _Growth | None = None  # dynamic: scale after growth_interval; unset: 2
+    backoff_factor: PositiveDecayRate | None = None  # dynamic: of the scale at overflow; unset: 0.5
 
     def __post_init__(self) -> None:
         used = [name for name in _OF_DYNAMIC if getattr(self, name) is not None]
@@ -114,5 +113,5 @@ class LossScaling:
 
     initial: float
     growth_interval: int
-    growth_factor: float
+    growth_factor: _Growth | None = None  # dynamic: scale after growth_interval; unset: 2
     backoff_factor: float

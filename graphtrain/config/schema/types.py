@@ -50,6 +50,7 @@ BelowOne = AfterValidator(_below_one)
 PositiveFloat = Annotated[float, Field(gt=0), Float32]
 NotNegativeFloat = Annotated[float, Field(ge=0), Float32]
 DecayRate = Annotated[float, Field(ge=0, lt=1), Float32, BelowOne]  # of a moving average
+PositiveDecayRate = Annotated[float, Field(gt=0, lt=1), Float32, BelowOne]
 Plain = str | bool | int | float | list[str | bool | int | float]  # arguments of user code
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 DropoutRate = Annotated[float, Field(ge=0, lt=1)]
