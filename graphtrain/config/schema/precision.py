@@ -113,5 +113,5 @@ class LossScaling:
 
     initial: float
     growth_interval: int
-    growth_factor: _Growth | None = None  # dynamic: scale after growth_interval; unset: 2
+    growth_factor: float
     backoff_factor: float
