@@ -167,6 +167,12 @@ class Phases(NamedTuple):
     both: int  # a forward and a backward pass each
     backward: int  # after the last forward pass: backward passes only
 
+    @property
+    def ticks(self) -> tuple[range, range, range]:
+        """Numbers of the passes of each phase; one of the phase of both is two passes."""
+        begins = self.forward, self.forward + self.both
+        return range(begins[0]), range(*begins), range(begins[1], sum(self))
+
 
 def one_f_one_b_phases(stages: int, rounds: int, microbatches: int) -> Phases:
     """Return the phases of 1F1B.

@@ -185,20 +185,20 @@ def _of_stages(
 ) -> Iterator[Collective]:
     """Yield what pipeline stages pass on; 1F1B also divides the positions of the loss.
 
-    Each tick passes on activations, and a column of the queue of microbatches; backward again. The
-    queue moves once more after the last tick. That of 1F1B moves in both directions at once: for
-    each microbatch, and while its gradient is on the way.
+    Each tick passes on activations, and backward again. A column of the queue moves for each
+    microbatch, and while the last result is on the way; with 1F1B once for both directions.
     """
     mesh, ticks, microbatches = program.mesh, passes.ticks, program.batch.microbatches
+    stages = mesh.size(("stage",))
     item, dtype = activation_dtype(program)
     residual = sizes.sequences * sizes.seq_residual * program.model.embed * item
     over_stages = partial(
         collective, axes=("stage",) if ticks else (), size=residual, mesh=mesh, dtype=dtype
     )
     if program.pipeline.schedule != "1f1b":
-        yield over_stages("collective-permute", count=4 * ticks + 2)
+        yield over_stages("collective-permute", count=2 * (ticks + microbatches + stages))
         return
-    on_the_way = 2 * mesh.size(("stage",)) - (program.pipeline.virtual_stages == 1)
+    on_the_way = 2 * stages - (program.pipeline.virtual_stages == 1)
     yield over_stages("collective-permute", count=2 * ticks + microbatches + on_the_way)
     yield over_stages("all-gather", count=microbatches)
     yield over_stages("all-to-all", count=microbatches)

@@ -36,6 +36,7 @@ MIN_CONTEXT_PARALLEL_LENGTH = (
 )
 _WIDEST_CONTEXT = 16
 _MAX_VIRTUAL_STAGES = 8
+_MAX_INTERLEAVED_STAGES = 2  # with 1F1B
 
 
 @dataclass(frozen=True)
@@ -248,9 +249,10 @@ def _pipelines(stages: int, program: Program) -> Iterator[PipelineSettings]:
     if stages == 1:
         yield PipelineSettings()
         return
-    if program.batch.seq_len % stages == 0:  # 1F1B splits the LM head's positions over the stages
-        yield PipelineSettings(schedule="1f1b")
     for rounds in divisors(program.model.layers // stages, _MAX_VIRTUAL_STAGES):
+        # 1F1B splits the LM head's positions over the stages.
+        if program.batch.seq_len % stages == 0 and rounds <= _MAX_INTERLEAVED_STAGES:
+            yield PipelineSettings(schedule="1f1b", virtual_stages=rounds)
         yield PipelineSettings(schedule="circular", virtual_stages=rounds)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from lowering.hlo import fused_collectives
 from lowering.hlo.flops import instruction_flops
+from lowering.hlo.instruction_facts import dimension_of, kernel_of, sent_shapes
 from lowering.hlo.provenance import Provenance
 from lowering.hlo.quantized_products import quantized_product
 from lowering.hlo.replica_groups import mesh_axes_of_groups, parse_groups
@@ -18,7 +20,8 @@ from lowering.hlo.text import Computation, HloModule, Instruction, arrays, nbyte
 from lowering.hlo.trip_counts import trip_count
 from sharding_rules.mesh import MeshShape
 
-_DIMENSION = re.compile(r"[ ,]dimensions=\{(\d+)\}")
+# Iterations of a loop in which the branch of a conditional is taken, and all of them.
+_TAKEN = re.compile(r"taken_(\d+)_of_(\d+)\)*/cond$")
 COLLECTIVE_OPS = (
     "all-reduce",
     "all-gather",
@@ -32,15 +35,6 @@ COLLECTIVE_OPS = (
 # they contain no collectives.
 CALLED_BY = {"fusion": "calls", "call": "to_apply", "async": "calls"}
 _SCHEDULED = "is_scheduled=true"  # in the first line of a program
-# Custom calls that are annotations for the compiler and compute nothing.
-_ANNOTATIONS = (
-    "AllocateBuffer",
-    "AssumeGatherIndicesInBound",
-    "AsyncCollective",
-    "MoveTo",
-    "Sharding",
-    "annotate_device_placement",
-)
 
 
 @dataclass(frozen=True)
@@ -134,10 +128,11 @@ def read(text: str, mesh: MeshShape) -> ProgramFacts:
     """Read an optimized program, as returned by `compiled.as_text()` on CPU, GPU and TPU.
 
     Operations that differ only in their position in the program are merged into one Collective, and
-    their counts are added. A conditional counts as the branch that sends most.
+    their counts are added. A conditional counts as the branch that sends most, in the iterations
+    that its scope states (lowering/tracing/control_flow.py).
     """
     module = parse(text)
-    reading = ProgramReader(module, mesh).read_computation(module.entry)
+    reading = _in_whole_numbers(ProgramReader(module, mesh).read_computation(module.entry))
     firsts: dict[tuple[str, ...], Collective] = {}
     if _SCHEDULED in text.partition("\n")[0]:
         for each in reading.collectives:  # in the order of the text, which is that of the schedule
@@ -212,7 +207,7 @@ class ProgramReader:
             return self.read_computation(called)
         flops = instruction_flops(computation, instruction)
         products = quantized_product(computation, instruction)
-        return ProgramFacts(flops=flops, kernels=_kernel(instruction), products=products)
+        return ProgramFacts(flops=flops, kernels=kernel_of(instruction), products=products)
 
     def _loop(self, computation: Computation, loop: Instruction) -> ProgramFacts:
         trips = trip_count(self.module, computation, loop)
@@ -226,7 +221,9 @@ class ProgramReader:
             if (name := instruction.attribute(attribute))
         ]
         branches = [self.read_computation(name) for name in names]
-        return max(branches, key=lambda branch: (branch.wire_bytes, branch.flops))
+        most = max(branches, key=lambda branch: (branch.wire_bytes, branch.flops))
+        taken = _TAKEN.search(instruction.op_name)
+        return _scaled(most, Fraction(int(taken[1]), int(taken[2]))) if taken else most
 
     def read_collective(
         self, computation: Computation, instruction: Instruction, op: str
@@ -239,7 +236,7 @@ class ProgramReader:
         shapes = computation.operand_shapes(instruction)
         if not axes or not shapes:
             return None  # a group of one device moves nothing
-        moved = _sent_shapes(op, shapes)
+        moved = sent_shapes(op, shapes)
         is_permute = op == "collective-permute"
         devices = self.mesh.size(axes) if is_permute else len(groups[0])
         size = sum(nbytes(shape) for shape in moved) * (devices if op == "all-gather" else 1)
@@ -257,23 +254,11 @@ class ProgramReader:
             scope=scope,
             arrays=self.origins.arrays(computation, instruction, through_loops=is_permute),
             shapes=tuple(shape.partition("{")[0] for shape in moved),
-            dimension=_dimension(instruction),
+            dimension=dimension_of(instruction),
             decomposed_from=fused_collectives.collective_matmul_op(computation)
             if is_permute
             else "",
         )
-
-
-def _sent_shapes(op: str, shapes: Sequence[str]) -> Sequence[str]:
-    """Return the shapes of the operands that are sent.
-
-    Some operations also have operands that only specify offsets or destination buffers. Several
-    arrays permuted alike form one operation; offsets into an array are scalars.
-    """
-    is_in_place = any("[]" in shape or shape.startswith("(") for shape in shapes[1:])
-    if op == "ragged-all-to-all" or (op == "collective-permute" and is_in_place):
-        return shapes[:1]
-    return shapes
 
 
 def _sum(readings: Iterable[ProgramFacts]) -> ProgramFacts:
@@ -289,28 +274,33 @@ def _sum(readings: Iterable[ProgramFacts]) -> ProgramFacts:
 
 
 def _times(body: ProgramFacts, trips: int | None) -> ProgramFacts:
-    times = 1 if trips is None else trips
-    loops = () if trips is None else (trips,)
-    return ProgramFacts(
-        tuple(
-            dataclasses.replace(each, count=each.count * times, loops=loops + each.loops)
-            for each in body.collectives
+    if trips is None:
+        return dataclasses.replace(body, unknown_loops=body.unknown_loops + 1)
+    inside = (dataclasses.replace(each, loops=(trips, *each.loops)) for each in body.collectives)
+    return _scaled(dataclasses.replace(body, collectives=tuple(inside)), trips)
+
+
+def _scaled(facts: ProgramFacts, times: int | Fraction) -> ProgramFacts:
+    """Return what is done a number of times, or in a part of a loop's iterations."""
+    return dataclasses.replace(
+        facts,
+        collectives=tuple(
+            dataclasses.replace(each, count=each.count * times)
+            for each in facts.collectives
             if times
         ),
-        body.flops * times,
-        body.unknown_loops + (trips is None),
-        {name: count * times for name, count in body.kernels.items()},
-        products={name: count * times for name, count in body.products.items()},
+        flops=facts.flops * float(times),
+        kernels={name: count * times for name, count in facts.kernels.items()},
+        products={name: count * times for name, count in facts.products.items()},
     )
 
 
-def _dimension(instruction: Instruction) -> int | None:
-    match = _DIMENSION.search(instruction.rest)
-    return int(match[1]) if match else None
-
-
-def _kernel(instruction: Instruction) -> dict[str, int]:
-    """Return {kernel name: 1} for a custom call that computes something, else {}."""
-    target = instruction.attribute("custom_call_target") or ""
-    name = target.strip('"')
-    return {name: 1} if name and not name.startswith(_ANNOTATIONS) else {}
+def _in_whole_numbers(facts: ProgramFacts) -> ProgramFacts:
+    """Return facts whose counts are whole: parts of loops that the compiler unrolled may not be."""
+    counted = (dataclasses.replace(each, count=round(each.count)) for each in facts.collectives)
+    return dataclasses.replace(
+        facts,
+        collectives=tuple(counted),
+        kernels={name: round(count) for name, count in facts.kernels.items()},
+        products={name: round(count) for name, count in facts.products.items()},
+    )

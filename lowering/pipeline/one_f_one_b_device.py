@@ -19,6 +19,7 @@ from lowering.pipeline.recorded import TickOrder
 from lowering.pipeline.ring import Ring, read_slot, replace_slot, zero_unless
 from lowering.pipeline.schedule import Pipeline, PipelineLoss, StageResult
 from lowering.pipeline.stored_inputs import StoredInputs
+from lowering.tracing.control_flow import compute_in_turn
 from lowering.tracing.recording import Recorded, call_recording, zero_slots
 from lowering.trees import Tree
 from sharding_rules.pipeline import pass_of, slot_of
@@ -95,8 +96,12 @@ class DeviceWork:
         if self.rounds == 1:
             return compute(sums)
         gradient, _, reports = jax.tree.map(jnp.zeros_like, jax.eval_shape(compute, sums))
-        is_last_turn = turn == self.rounds - 1
-        return lax.cond(is_last_turn, compute, lambda sums: (gradient, sums, reports), sums)
+
+        def skip(sums: Tree) -> tuple[jax.Array, Tree, Any]:
+            return gradient, sums, reports
+
+        taken = self.order.microbatches, self.order.phases.both
+        return compute_in_turn(turn == self.rounds - 1, compute, skip, sums, taken)
 
     def backward(
         self, tick: jax.Array, carry: Carry, of_loss: jax.Array | None = None
@@ -134,16 +139,23 @@ class DeviceWork:
         returned = (*carry.returned[1:], ring.send_back(of_x))
         return carry._replace(returned=returned, stored=stored, gradients=sums), recorded
 
-    def exchange(self, tick: jax.Array | int, carry: Carry) -> Carry:
+    def exchange(self, tick: jax.Array | int, ticks: range, carry: Carry) -> Carry:
         """Exchange with the queue: the first stage takes a microbatch, the last puts a gradient.
 
         The gradient of a microbatch's input arrives at the last stage around the ring.
+
+        Args:
+            tick: The tick.
+            ticks: All ticks of the loop that this one is in.
+            carry: Arrays of the previous tick.
         """
 
         def pass_on(new: jax.Array) -> jax.Array:
             return jnp.where(self.ring.is_last, carry.returned[0], self.ring.send_back(new))
 
-        x, queue = exchange_with_queue(self.ring, self.rounds, tick, carry.x, carry.queue, pass_on)
+        x, queue = exchange_with_queue(
+            self.ring, self.rounds, tick, ticks, carry.x, carry.queue, pass_on
+        )
         return carry._replace(x=x, queue=queue)
 
     def _pass(self, slot: jax.Array) -> ChunkPass:
@@ -188,12 +200,14 @@ def device_gradients(
     zeros = jax.tree.map(jnp.zeros_like, work.parameters)
     carry = Carry(x, returned, queue, StoredInputs.empty(ring, work.rounds, x), zeros)
 
+    early_ticks, ticks, late_ticks = phases.ticks
+
     def forward_only(carry: Carry, tick: jax.Array) -> tuple[Carry, Any]:
-        carry, _, reports = work.forward(tick, work.exchange(tick, carry))
+        carry, _, reports = work.forward(tick, work.exchange(tick, early_ticks, carry))
         return carry, reports
 
     def both(carry: Carry, tick: jax.Array) -> tuple[Carry, Any]:
-        carry, y, reports = work.forward(tick, work.exchange(tick, carry))
+        carry, y, reports = work.forward(tick, work.exchange(tick, ticks, carry))
         sums = carry.gradients
         of_loss, of_last, scored = work.score(tick, y, sums["last"])
         carry = carry._replace(gradients={**sums, "last": of_last})
@@ -201,14 +215,13 @@ def device_gradients(
         return carry, (reports, scored, recorded)
 
     def backward_only(carry: Carry, tick: jax.Array) -> tuple[Carry, Any]:
-        return work.backward(tick, work.exchange(tick, carry))
+        return work.backward(tick, work.exchange(tick, late_ticks, carry))
 
-    begins = phases.forward, phases.forward + phases.both, sum(phases)
-    carry, early = lax.scan(forward_only, carry, jnp.arange(begins[0]))
-    carry, (reports, scored, back) = lax.scan(both, carry, jnp.arange(begins[0], begins[1]))
-    carry, late = lax.scan(backward_only, carry, jnp.arange(begins[1], begins[2]))
-    for later in range(len(returned)):
-        carry = work.exchange(begins[2] + later, carry)
+    carry, early = lax.scan(forward_only, carry, jnp.array(early_ticks))
+    carry, (reports, scored, back) = lax.scan(both, carry, jnp.array(ticks))
+    carry, late = lax.scan(backward_only, carry, jnp.array(late_ticks))
+    for tick in range(late_ticks.stop, late_ticks.stop + len(returned)):
+        carry = work.exchange(tick, range(tick, tick + 1), carry)
         carry = carry._replace(returned=carry.returned[1:])
     # Before a gradient was put into the queue, the column of its microbatch has moved that often.
     moves = 2 * ring.size - 2 + len(returned)

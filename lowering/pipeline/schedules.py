@@ -97,15 +97,15 @@ def _forward(
     ring, microbatches = order.ring, order.microbatches
     rounds, work = pipeline.virtual_stages, _chunk_work(pipeline, ring)
 
-    def exchange(tick: jax.Array | int, x: jax.Array, queue: jax.Array) -> tuple[Any, Any]:
+    def exchange(tick: jax.Array, ticks: range, x: jax.Array, queue: jax.Array) -> tuple[Any, Any]:
         def pass_on(new: jax.Array) -> jax.Array:
             return ring.send_back(jnp.where(ring.is_first, x, new))  # the first stage's x is final
 
-        return exchange_with_queue(ring, rounds, tick, x, queue, pass_on)
+        return exchange_with_queue(ring, rounds, tick, ticks, x, queue, pass_on)
 
     def tick(carry: tuple[jax.Array, jax.Array], inputs: Any) -> tuple[Any, Any]:
         tick, slots = inputs
-        x, queue = exchange(tick, *carry)
+        x, queue = exchange(tick, range(order.ticks), *carry)
         slot = tick - ring.index
         real = (slot >= 0) & (slot < microbatches * rounds)
         (y, *of_stage), recorded = work(parameters["stages"], x, jnp.maximum(slot, 0), slots)
@@ -114,7 +114,8 @@ def _forward(
     carry, (of_stages, recorded) = lax.scan(
         tick, (jnp.zeros_like(queue[0]), queue), (jnp.arange(order.ticks), slots[0])
     )
-    _, queue = exchange(jnp.int32(order.ticks), *carry)
+    after = order.ticks
+    _, queue = exchange(jnp.int32(after), range(after, after + 1), *carry)
 
     def score(item: tuple[jax.Array, Tree, Recorded]) -> tuple[tuple[jax.Array, Scalars], Recorded]:
         x, microbatch, slots = item

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from lowering.tracing.current_target import traced_target
 
 Carry = TypeVar("Carry")
+Operand = TypeVar("Operand")
+Result = TypeVar("Result")
 
 
 def compute_if(condition: jax.Array, compute: Callable[[], Carry], otherwise: Carry) -> Carry:
@@ -22,6 +24,29 @@ def compute_if(condition: jax.Array, compute: Callable[[], Carry], otherwise: Ca
     if _traces_for("neuron", "ascend"):
         return jax.tree.map(partial(jnp.where, condition), compute(), otherwise)
     return jax.lax.cond(condition, compute, lambda: otherwise)
+
+
+def compute_in_turn(
+    condition: jax.Array,
+    compute: Callable[[Operand], Result],
+    otherwise: Callable[[Operand], Result],
+    operand: Operand,
+    taken: tuple[int, int],
+) -> Result:
+    """Return `compute(operand)` in some iterations of a loop, `otherwise(operand)` in the others.
+
+    Args:
+        condition: A scalar that follows from the index of the iteration, equal on all devices.
+        compute: A function, which may contain collectives.
+        otherwise: A function without work.
+        operand: Argument of both.
+        taken: Number of iterations in which the condition holds, and of all. A plan counts the
+            work of `compute` that often (lowering/hlo/collectives.py).
+    """
+    if _traces_for("neuron", "ascend"):
+        return jax.tree.map(partial(jnp.where, condition), compute(operand), otherwise(operand))
+    with jax.named_scope(f"taken_{taken[0]}_of_{taken[1]}"):
+        return jax.lax.cond(condition, compute, otherwise, operand)
 
 
 def repeat_while(

@@ -104,7 +104,8 @@ def zero_slots(names: Collection[str], function: Callable[..., Any], *inputs: An
     if not names:
         return {}
     with recording() as recorder:
-        jax.eval_shape(function, *inputs)
+        # A new function: JAX does not trace one again that it has traced for the same shapes.
+        jax.eval_shape(lambda *inputs: function(*inputs), *inputs)
     found = {name: recorder.described[name] for name in names if name in recorder.described}
     return {
         name: constrain(jnp.zeros(one.shape, one.dtype), *one.axes) for name, one in found.items()

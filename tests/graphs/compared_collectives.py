@@ -83,6 +83,14 @@ CASES: Cases = {
     "pipeline and tensor": case(
         PIPELINE, Mesh(stage=2, data=2, tensor=2), batch=batch_of(4)
     ),
+    "pipeline, interleaved": case(
+        PIPELINE, Mesh(stage=2, data=4), batch=batch_of(4),
+        pipeline=PipelineSettings(schedule="1f1b", virtual_stages=2),
+    ),
+    "pipeline, circular": case(
+        PIPELINE, Mesh(stage=2, data=4), batch=batch_of(4),
+        pipeline=PipelineSettings(virtual_stages=2),
+    ),
     "experts": case(
         ("data", "expert"), Mesh(data=2, expert=4), model=replace(MODEL, moe=EXPERTS)
     ),

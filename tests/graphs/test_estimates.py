@@ -17,7 +17,7 @@ ON_GPUS = (
 # All of them: tests/benchmarks.
 ON_CPUS = (
     "fsdp", "cube and sequence", "context", "pipeline, vocabulary on stages", "experts",
-    "pipeline and context, 1f1b",
+    "pipeline and context, 1f1b", "pipeline, interleaved",
 )  # fmt: skip
 
 

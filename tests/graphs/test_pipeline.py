@@ -60,6 +60,16 @@ CASES = {
         DEFAULT,
     ),
     "1f1b, uneven": (PipelineSettings(schedule="1f1b", layers_per_stage=(5, 3)), CUBE, DEFAULT),
+    "interleaved": (
+        PipelineSettings(schedule="1f1b", virtual_stages=2),
+        Mesh(stage=4),
+        DEFAULT,
+    ),
+    "interleaved, uneven": (
+        PipelineSettings(schedule="1f1b", virtual_stages=2, layers_per_stage=(1, 3, 2, 2)),
+        CUBE,
+        DEFAULT,
+    ),
 }
 
 
@@ -79,7 +89,7 @@ def test_loss_and_gradients_equal_those_of_one_device(case):
     assert_equals_one_device(in_stages(*CASES[case]))
 
 
-@pytest.mark.parametrize("case", ["circular, cube", "gpipe, uneven", "1f1b, uneven"])
+@pytest.mark.parametrize("case", ["circular, cube", "gpipe, uneven", "interleaved, uneven"])
 def test_a_tied_head_and_biases_have_the_gradients_of_one_device(case):
     assert_equals_one_device(in_stages(*CASES[case], model=DEEP["gpt2"]))
 

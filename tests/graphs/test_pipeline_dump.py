@@ -31,10 +31,11 @@ CASES = {
     "1f1b": in_stages("1f1b", data=2, tensor=2),
     "circular": in_stages("circular", DEEP, rounds=2, fsdp=2),
     "1f1b with context": in_stages("1f1b", DEEP, context=2),
+    "interleaved": in_stages("1f1b", DEEP, rounds=2, fsdp=2),
 }
 
 
-@pytest.mark.parametrize("case", ["1f1b", "1f1b with context", "circular"])
+@pytest.mark.parametrize("case", ["1f1b", "1f1b with context", "circular", "interleaved"])
 def test_arrays_of_a_pipeline_are_those_of_one_device(case):
     of = CASES[case]
     one, many = dumped(program(model=of.model)), dumped(of)

@@ -37,9 +37,11 @@ class PipelineSettings:
     """
 
     schedule: Literal["gpipe", "circular", "1f1b"] = "circular"  # order of the microbatches
-    virtual_stages: Width = 1  # stages on each device; more than 1 needs circular
+    virtual_stages: Width = 1  # stages on each device; with 1f1b: interleaved 1F1B
     layers_per_stage: tuple[Positive, ...] | None = None  # by virtual stage; unset: even
 
     def __post_init__(self) -> None:
-        if self.virtual_stages > 1 and self.schedule != "circular":
-            raise ValueError(f'virtual_stages = {self.virtual_stages} needs schedule = "circular"')
+        if self.virtual_stages > 1 and self.schedule == "gpipe":
+            raise ValueError(
+                f'virtual_stages = {self.virtual_stages} needs schedule = "circular" or "1f1b"'
+            )

@@ -215,7 +215,11 @@ def test_values_that_validation_would_read_as_null_are_refused(file):
             ["batch.microbatches=2", "batch.seq_len=127", "pipeline.schedule=1f1b"],
             "batch.seq_len = 127 is not a multiple of mesh.stage = 2",
         ),
-        (1, ["pipeline.schedule=1f1b", "pipeline.virtual_stages=2"], 'needs schedule = "circular"'),
+        (
+            1,
+            ["pipeline.schedule=gpipe", "pipeline.virtual_stages=2"],
+            'needs schedule = "circular"',
+        ),
     ],
 )
 def test_stages_that_model_or_batch_do_not_fit_are_refused(file, stages, settings, problem):

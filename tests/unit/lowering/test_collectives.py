@@ -1,6 +1,7 @@
 """Texts of programs, cut down to what the reader has to understand in them."""
 
 import json
+import re
 
 import pytest
 
@@ -102,6 +103,21 @@ def test_a_conditional_counts_as_the_branch_that_sends_most():
         "ROOT %c = f32[] conditional(%i, %x, %y), branch_computations={%small, %large}",
     )
     assert only(text.replace("ENTRY", branches + "ENTRY")).bytes == 64 * 4
+
+
+def test_a_conditional_counts_in_the_iterations_that_its_scope_states():
+    inside = (
+        f"%yes (p: f32[64]) -> f32[64] {{\n  %p = f32[64]{{0}} parameter(0)\n"
+        f"  ROOT %r = f32[64]{{0}} all-reduce(%p), {TENSOR}, to_apply=%add\n}}\n\n"
+        "%no (p: f32[64]) -> f32[64] {\n  ROOT %p = f32[64]{0} parameter(0)\n}\n\n"
+    )
+    taken = (
+        "conditional(%i, %v, %v), branch_computations={%no, %yes}, "
+        'metadata={op_name="while/body/transpose(jvp(taken_3_of_12))/cond"}'
+    )
+    text = loop("compare(%i, %limit), direction=LT").replace("%cond (s:", f"{inside}%cond (s:")
+    text = re.sub(r"all-reduce\(%v\)[^\n]*", taken, text)
+    assert only(text).count == 3
 
 
 def loop(condition, start="0", step="1"):

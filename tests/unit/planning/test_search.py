@@ -30,7 +30,7 @@ def test_every_strategy_fills_the_machine_and_is_one_of_a_kind(vary):
     kinds = {family: {one.choice(family) for one in every} for family in FAMILIES}
     assert kinds["zero"] == {"none", "1", "2"} and kinds["sequence"] == {"none", "on", "off"}
     assert kinds["remat"] == {"none", "attention", "dots", "full"}
-    assert {"1f1b x 1", "circular x 1", "circular x 2"} <= kinds["schedule"]
+    assert {"1f1b x 1", "1f1b x 2", "circular x 1", "circular x 2"} <= kinds["schedule"]
     assert kinds["context"] == {"1"}  # short sequences stay whole
 
 
