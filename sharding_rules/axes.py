@@ -18,6 +18,7 @@ MESH_AXES = {
 }
 
 ARRAY_AXES = {
+    "ahead": "features of the residual stream as outputs of a projection of multi-token prediction",
     "attention_heads": "query heads inside attention, after a split of heads",
     "attention_kv_heads": "key and value heads inside attention, after a split of heads",
     "batch": "sequences of a step",

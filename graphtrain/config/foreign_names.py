@@ -92,6 +92,7 @@ NAMES_OF = {
         "per_token num_experts_per_tok top_k moe_router_topk experts_per_tok"
     ),
     "program.model.moe.normalize_topk": "normalise norm_topk_prob",
+    "program.model.mtp_loss_weight": "mtp_loss_scaling_factor mtp_loss_coef",
     "program.model.moe.dense_layers": (
         "first_k_dense_replace first_num_dense_layers n_dense_layers"
     ),

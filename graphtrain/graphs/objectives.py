@@ -18,6 +18,7 @@ from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
 from graphtrain.models.layer_terms import LayerTerms
 from graphtrain.models.lora.layers import apply_lora, reference_parameters
 from graphtrain.models.loss import dpo_loss, log_probabilities
+from graphtrain.models.native import NativeModel
 from lowering.tracing.recording import record, without_recording
 from lowering.tracing.threefry import UNROLLED_THREEFRY
 from lowering.trees import Tree
@@ -86,8 +87,10 @@ def token_losses(
         dropout_key: Random key; without it there is no dropout.
         total: Divisor of the objective, which includes the z-loss, and of the sum.
     """
-    settings, model = program.model, open_language_model(program.model)
+    model = open_language_model(program.model)
     tokens, (targets, counts) = batch["tokens"], _targets_and_weights(batch)
+    if isinstance(model, NativeModel) and model.settings.mtp_loss_weight is not None:
+        return losses_ahead(program, model, weights, batch, dropout_key, total)
     chunk = loss_chunk(program) if model.has_separate_head else None
     if chunk is None:
         out, terms = model.forward(weights, tokens, dropout_key=dropout_key)
@@ -95,16 +98,72 @@ def token_losses(
         objective, loss = weighted_loss(program.loss, out, targets, counts)
         return (objective / total, loss / total), terms
     hidden, head, terms = model.head_inputs(weights, tokens, dropout_key=dropout_key)
-    scored = LossHead(
+    scored = loss_head(program, chunk)
+    # Divide the weights, not the result: the chunks compute gradients already, and to scale those
+    # later would read and write them once more.
+    return chunked_cross_entropy(hidden, head, targets, counts / total, scored), terms
+
+
+def loss_head(program: ResolvedProgram, chunk: int) -> LossHead:
+    """Return the settings of the LM head and the loss, for chunks of so many positions."""
+    settings = program.model
+    return LossHead(
         chunk,
         settings.tie_word_embeddings,
         settings.final_logit_softcap,
         program.loss.z_loss,
         settings.vocab_tokens,
     )
-    # Divide the weights, not the result: the chunks compute gradients already, and to scale those
-    # later would read and write them once more.
-    return chunked_cross_entropy(hidden, head, targets, counts / total, scored), terms
+
+
+def losses_ahead(
+    program: ResolvedProgram,
+    model: NativeModel,
+    weights: Tree,
+    batch: Tree,
+    dropout_key: jax.Array | None,
+    total: jax.Array | float,
+) -> tuple[tuple[jax.Array, jax.Array], LayerTerms]:
+    """Return what token_losses does, for a model that predicts the token after the next too.
+
+    The objective includes its weighted loss, the sum does not; both have the same divisor.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.2, https://arxiv.org/abs/2412.19437
+    """
+    targets, counts = _targets_and_weights(batch)
+    chunk, weight = loss_chunk(program), model.settings.mtp_loss_weight
+    assert weight is not None
+    hidden, head, terms = model.head_inputs(weights, batch["tokens"], dropout_key=dropout_key)
+
+    def score(hidden: jax.Array, targets: jax.Array, counts: jax.Array) -> tuple[Any, Any]:
+        if chunk is not None:
+            scored = loss_head(program, chunk)
+            return chunked_cross_entropy(hidden, head, targets, counts / total, scored)
+        return weighted_loss(
+            program.loss, model.logits_of(weights, hidden), targets, counts / total
+        )
+
+    ahead_key = None if dropout_key is None else jax.random.fold_in(dropout_key, 2)
+    ahead, of_block = model.head_inputs_ahead(weights, hidden, targets, dropout_key=ahead_key)
+    objective, loss = score(hidden, targets, counts)
+    objective_ahead, loss_ahead = score(ahead, *_targets_ahead(batch))
+    losses = {f"ahead/{name}": value for name, value in of_block.losses.items()}
+    # Metrics of layers are means over microbatches; the loss is a sum over them.
+    metrics = terms.metrics | {"mtp_loss": loss_ahead * program.batch.microbatches}
+    return (objective + weight * objective_ahead, loss), LayerTerms(terms.losses | losses, metrics)
+
+
+def _targets_ahead(batch: Tree) -> tuple[jax.Array, jax.Array]:
+    """Return the targets after the next token, with their weights: 0 for those of no token.
+
+    The last position of a sequence has none, and a document has none beyond its end.
+    """
+    targets, counts = _targets_and_weights(batch)
+    later = jnp.pad(counts[:, 1:], ((0, 0), (0, 1)))
+    if (documents := batch.get("documents")) is not None:
+        same = documents[:, 1:] == documents[:, :-1]
+        later = later * jnp.pad(same, ((0, 0), (0, 1)))
+    return jnp.pad(targets[:, 1:], ((0, 0), (0, 1))), later
 
 
 def answer_log_probs(

@@ -205,7 +205,7 @@ def apply_stack(
         )
 
     scanned = (parameters, keys, is_layer, full)
-    remat = partial(_checkpoint, model=model)
+    remat = partial(with_remat, model=model)
     unroll = model.unroll
     x, terms = scan_layers(one_layer, x, scanned, name=name, transform=remat, unroll=unroll)
     return x, jax.tree.map(jnp.sum, terms)
@@ -223,7 +223,7 @@ def _keep_row_major(parameters: Any) -> Any:
     return jax.tree.map(store, parameters, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
-def _checkpoint(one_layer: Any, model: Model) -> Any:
+def with_remat(one_layer: Any, model: Model, *, in_scan: bool = True) -> Any:
     """Apply the model's activation checkpointing (remat) policy to a layer.
 
     "dots" saves the products with weights, named where they are computed: a policy that matches
@@ -244,4 +244,5 @@ def _checkpoint(one_layer: Any, model: Model) -> Any:
     }[model.remat]
     # A scan separates the recomputation from the forward pass; in unrolled layers, XLA could
     # merge both by common subexpression elimination (CSE).
-    return jax.checkpoint(one_layer, policy=policy, prevent_cse=model.unroll > 1)
+    separates = in_scan and model.unroll == 1
+    return jax.checkpoint(one_layer, policy=policy, prevent_cse=not separates)

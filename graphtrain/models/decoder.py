@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from graphtrain.config.schema import Model
 from graphtrain.models import init
+from graphtrain.models.ahead import AheadModule
 from graphtrain.models.attention import kv_cache
 from graphtrain.models.attention.ring_order import axis_to_ring_order
 from graphtrain.models.attention.score_mods import soft_cap
@@ -181,6 +182,8 @@ class Decoder(nnx.Module):
             self.dense_layers = stack_dense_layers(model, keys)
         self.layers = stack_layers(model, keys)
         self.final_norm = Norm(model)
+        if model.ahead_layers:
+            self.ahead = AheadModule(model, keys)
         if not model.tie_word_embeddings:
             self.head = init.normal(model, keys, "embed", "vocab")
 
@@ -274,6 +277,36 @@ def head_inputs(
     x, terms = decoder.hidden(tokens, dropout_key)
     with jax.named_scope("head"):
         return gather_residual(x), decoder.head_weights(), terms
+
+
+def head_inputs_ahead(
+    model: Model,
+    parameters: Parameters,
+    hidden: Float[Array, "batch seq embed"],
+    next_tokens: Int[Array, "batch seq"],
+    *,
+    dropout_key: jax.Array | None = None,
+) -> tuple[Float[Array, "batch seq embed"], LayerTerms]:
+    """Return the LM head's input for the token after the next, and the terms of its block.
+
+    Args:
+        model: Settings, with mtp_loss_weight.
+        parameters: Weights.
+        hidden: The LM head's input for the next tokens, from head_inputs.
+        next_tokens: Ids of the next tokens.
+        dropout_key: Random key; without it there is no dropout.
+    """
+    decoder = merge(model, parameters)
+    embedded = constrain_residual(decoder.embedding(next_tokens))
+    x, terms = decoder.ahead(constrain_residual(hidden), embedded, dropout_key)
+    return gather_residual(x), terms
+
+
+def logits_of(
+    model: Model, parameters: Parameters, hidden: Float[Array, "batch seq embed"]
+) -> Float[Array, "batch seq vocab"]:
+    """Return the logits of the LM head's input."""
+    return merge(model, parameters).unembed(hidden)
 
 
 def merge(model: Model, parameters: Parameters) -> Decoder:

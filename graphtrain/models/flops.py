@@ -52,13 +52,14 @@ def flops_per_token(model: Model, length: int) -> float:
 
 def forward_flops_by_part(model: Model, length: int) -> dict[Part, float]:
     """Return the forward pass's part of flops_per_token, by part of the model."""
-    embed, projections = model.embed, model.depth * _attention_weights(model)
+    embed, blocks = model.embed, model.depth + model.ahead_layers
+    projections = blocks * _attention_weights(model)
     mlp = _weights(model, active=True) - projections
     return {
         "attention projections": 2 * projections,
         "attention scores": attention_flops_per_token(model, length) / 3,
         "MLP": 2 * mlp,
-        "LM head": 2 * embed * model.vocab,
+        "LM head": 2 * embed * model.vocab * (1 + model.ahead_layers),
     }
 
 
@@ -95,7 +96,7 @@ def attention_flops_per_token(model: Model, length: int) -> float:
     """Return the part of flops_per_token that computes scores and their products with values."""
     assert model.head_dim
     widths = model.heads * (model.head_dim + value_head_dim(model))
-    return 6.0 * model.depth * widths * length
+    return 6.0 * (model.depth + model.ahead_layers) * widths * length
 
 
 def expert_flops_per_token(model: Model) -> float:
@@ -103,7 +104,8 @@ def expert_flops_per_token(model: Model) -> float:
     if (mixture := model.moe) is None:
         return 0.0
     matrices = 3 if is_gated(model) else 2
-    return 6.0 * model.layers * mixture.experts_per_token * matrices * model.embed * model.mlp
+    layers = model.layers + model.ahead_layers
+    return 6.0 * layers * mixture.experts_per_token * matrices * model.embed * model.mlp
 
 
 def _weights(model: Model, *, active: bool = False) -> int:
@@ -119,7 +121,9 @@ def _weights(model: Model, *, active: bool = False) -> int:
             else 0
         )
         mlp = experts * mlp + embed * mixture.experts + shared
-    return model.depth * attention + model.layers * mlp + model.dense_layers * _dense_mlp(model)
+    ahead = model.ahead_layers * (attention + mlp + 2 * embed * embed)
+    dense = model.dense_layers * _dense_mlp(model)
+    return model.depth * attention + model.layers * mlp + dense + ahead
 
 
 def _attention_weights(model: Model) -> int:
@@ -154,31 +158,33 @@ def _biases(model: Model) -> int:
         "all": attention,
     }
     mixture = model.moe
-    total = model.depth * biases_per_layer[model.bias]
+    total = (model.depth + model.ahead_layers) * biases_per_layer[model.bias]
     if model.bias == "all":
         total += _mlp_biases(model)
     of_experts = 0
     if mixture is not None:
         of_experts = mixture.experts * (1 + hidden + embed) if mixture.expert_bias else 0
         of_experts += mixture.experts if mixture.bias_update_rate is not None else 0
-    return total + model.layers * of_experts
+    return total + (model.layers + model.ahead_layers) * of_experts
 
 
 def _mlp_biases(model: Model) -> int:
     """Return the elements of the biases of all MLPs that are no experts."""
     widths = 2 if is_gated(model) else 1
     if (mixture := model.moe) is None:
-        return model.layers * (widths * model.mlp + model.embed)
+        return (model.layers + model.ahead_layers) * (widths * model.mlp + model.embed)
     return model.dense_layers * (widths * (mixture.dense_mlp or 0) + model.embed)
 
 
 def _scales(model: Model) -> int:
     assert model.head_dim
-    norms = (4 if model.post_norm else 2) * model.depth + 1 + model.embedding_norm
-    heads = 2 * model.depth * model.head_dim if model.qk_norm else 0
+    blocks = model.depth + model.ahead_layers
+    norms = (4 if model.post_norm else 2) * blocks + 1 + model.embedding_norm
+    norms += 3 * model.ahead_layers
+    heads = 2 * blocks * model.head_dim if model.qk_norm else 0
     if (latent := model.latent_attention) is not None:
-        heads += model.depth * ((latent.q_lora_rank or 0) + latent.kv_lora_rank)
-    sinks = model.depth * model.heads if model.attention_sinks else 0
+        heads += blocks * ((latent.q_lora_rank or 0) + latent.kv_lora_rank)
+    sinks = blocks * model.heads if model.attention_sinks else 0
     return (norms * model.embed + heads) * (2 if norm_has_bias(model) else 1) + sinks
 
 

@@ -65,4 +65,6 @@ def _size(model: Model, axis: str) -> int:
         return widths.get(axis, model.moe.experts) or 0
     if axis in LATENT_AXES:
         return latent_size(model, axis)
+    if axis == "ahead":
+        return model.embed
     return getattr(model, "max_position_embeddings" if axis == "positions" else axis)

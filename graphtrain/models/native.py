@@ -49,11 +49,34 @@ class NativeModel:
 
         return decoder.head_inputs(self.settings, parameters, tokens, dropout_key=dropout_key)
 
+    def head_inputs_ahead(
+        self,
+        parameters: Tree,
+        hidden: jax.Array,
+        next_tokens: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerTerms]:
+        """Return the LM head's input for the token after the next, and the terms of its block."""
+        from graphtrain.models import decoder
+
+        return decoder.head_inputs_ahead(
+            self.settings, parameters, hidden, next_tokens, dropout_key=dropout_key
+        )
+
+    def logits_of(self, parameters: Tree, hidden: jax.Array) -> jax.Array:
+        """Return the logits of the LM head's input."""
+        from graphtrain.models import decoder
+
+        return decoder.logits_of(self.settings, parameters, hidden)
+
     @property
     def layer_metrics(self) -> tuple[str, ...]:
         from graphtrain.models import routing
 
-        return () if self.settings.moe is None else routing.metric_names(self.settings.moe)
+        moe, ahead = self.settings.moe, self.settings.mtp_loss_weight is not None
+        names = () if moe is None else routing.metric_names(moe)
+        return (*names, "mtp_loss") if ahead else names
 
     def pipeline_specs(self, specs: Tree, stages: Stages) -> Tree:
         from graphtrain.models import pipeline_stages

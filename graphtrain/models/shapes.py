@@ -27,24 +27,40 @@ def parameter_arrays(model: Model) -> dict[str, ArraySpec]:
         arrays["head"] = _array(model, "embed", "vocab")
     if model.dense_layers:
         arrays |= _stack(model, "dense_layers", model.dense_layers, _mlp(model, "dense_mlp"))
-    return arrays | _stack(
-        model, "layers", model.layers, _mlp(model) if model.moe is None else _experts(model)
-    )
+    if model.ahead_layers:
+        arrays |= {f"ahead/{name}": spec for name, spec in _ahead(model).items()}
+    return arrays | _stack(model, "layers", model.layers, _main_mlp(model))
+
+
+def _main_mlp(model: Model) -> dict[str, ArraySpec]:
+    return _mlp(model) if model.moe is None else _experts(model)
+
+
+def _ahead(model: Model) -> dict[str, ArraySpec]:
+    arrays = {"projection": _array(model, None, "embed", "ahead")}
+    for norm in ("embedding_norm", "hidden_norm", "norm"):
+        arrays |= {f"{norm}/{name}": spec for name, spec in _norm(model).items()}
+    block = _block(model, _main_mlp(model))
+    return arrays | {f"block/{name}": spec for name, spec in block.items()}
 
 
 def _stack(
     model: Model, stack: str, count: int, mlp: Mapping[str, ArraySpec]
 ) -> dict[str, ArraySpec]:
     """Return the ArraySpecs of `count` stacked blocks with an MLP of these arrays."""
+    return {
+        f"{stack}/{name}": replace(spec, shape=(count, *spec.shape), axes=(stack, *spec.axes))
+        for name, spec in _block(model, mlp).items()
+    }
+
+
+def _block(model: Model, mlp: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
     block = {f"attention/{name}": spec for name, spec in _attention(model).items()}
     block |= {f"mlp/{name}": spec for name, spec in mlp.items()}
     post = ("attention_post_norm", "mlp_post_norm") if model.post_norm else ()
     for norm in ("attention_norm", "mlp_norm", *post):
         block |= {f"{norm}/{name}": spec for name, spec in _norm(model).items()}
-    return {
-        f"{stack}/{name}": replace(spec, shape=(count, *spec.shape), axes=(stack, *spec.axes))
-        for name, spec in block.items()
-    }
+    return block
 
 
 def state_arrays(parameters: Mapping[str, ArraySpec], optimizer: Optimizer) -> dict[str, ArraySpec]:
@@ -153,6 +169,8 @@ def _size(model: Model, axis: str | None) -> int:
         return widths.get(axis, model.moe.experts) or 0
     if axis in LATENT_AXES:
         return latent_size(model, axis)
+    if axis == "ahead":
+        return model.embed
     return (
         2
         if axis is None

@@ -45,6 +45,7 @@ METRICS = {
     "expert_load_max": "mixtures: tokens of the busiest expert over the mean; mean of all layers",
     "expert_load_min": "mixtures: the same of the least busy expert; 0 if it gets no token",
     "dropped_choices": "mixtures with a capacity: fraction of the expert choices that are dropped",
+    "mtp_loss": "with program.model.mtp_loss_weight: loss of the token after the next, unweighted",
     "grad_norm": "norm of all gradients together, before clipping; null if it is not finite",
     "loss_scale": "float16: factor of the loss in this step, with a dynamic scale",
     "skipped_steps": "float16: number of steps so far that were skipped because of an overflow",

@@ -91,8 +91,8 @@ def import_hugging_face(source: Path, destination: Path, progress: Progress) -> 
     """
     config = read_config(source)
     family = family_of_config(config)
-    model = family.model_from_config(config)
     folder = open_weight_files(source)
+    model = _without_absent_module(family.model_from_config(config), folder)
     all_layer_weights = [
         _without_omitted_prefix(layer_weights, family, folder)
         for layer_weights in family.weights(model)
@@ -286,6 +286,15 @@ def _without_omitted_prefix(
     )
 
 
+def _without_absent_module(model: Model, folder: WeightFiles) -> Model:
+    """Return the model without a module of multi-token prediction if the folder has none.
+
+    transformers saves config.json with its number of modules, and no weights of them.
+    """
+    has_module = any(name.endswith(".eh_proj.weight") for name in folder.names)
+    return model if has_module else replace(model, mtp_loss_weight=None)
+
+
 def _check_names(
     all_layer_weights: list[LayerWeights], family: Family, model: Model, folder: WeightFiles
 ) -> None:
@@ -304,7 +313,7 @@ def _check_names(
         raise WeightsError(
             f"the weights contain {first_names(unexpected)}, which a {family.model_type} model "
             "with this config.json does not have"
-            + ("; modules of multi-token prediction are not supported" if is_ahead else "")
+            + ("; multi-token prediction is not supported in this family" if is_ahead else "")
         )
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from programs import LLAMA, batch, loaded, placed_inputs, program, state_of
 from test_parallel import assert_close, loss_and_gradients
-from test_pipeline import GPIPE, ONE_ONE, assert_equals_one_device
+from test_pipeline import GPIPE, assert_equals_one_device
 
-from graphtrain.config.schema import Batch, Mesh, MixtureOfExperts
+from graphtrain.config.schema import Batch, Mesh, MixtureOfExperts, PipelineSettings
 
 MIXTURE = MixtureOfExperts(
     experts=8,
@@ -26,6 +26,7 @@ MIXTURE = MixtureOfExperts(
     balance_loss=1e-4,
 )
 MODEL = dataclasses.replace(LLAMA, moe=MIXTURE, init_std=0.3)
+INTERLEAVED = PipelineSettings(schedule="1f1b", virtual_stages=2, layers_per_stage=(1, 2, 1, 1))
 BATCH = Batch(global_batch_size=16, seq_len=16, microbatches=2)
 BIAS = "layers/mlp/selection_bias"
 
@@ -43,10 +44,24 @@ def test_load_and_gradients_equal_those_of_one_device():
     np.testing.assert_array_equal(got[f"gradients/{BIAS}"], load)
 
 
-@pytest.mark.parametrize("pipeline", [GPIPE, ONE_ONE], ids=["gpipe", "1f1b"])
-def test_ticks_without_a_microbatch_add_no_load(pipeline):
-    mesh = Mesh(data=2, stage=2, expert=2)
-    assert_equals_one_device(balanced(target="cpu:8", mesh=mesh, pipeline=pipeline))
+def test_a_module_for_further_tokens_has_the_gradients_of_one_device():
+    ahead = dataclasses.replace(MODEL, mtp_loss_weight=0.3)
+    sizes = {"model": ahead, "batch": dataclasses.replace(BATCH, cross_document_attention=False)}
+    split = program(target="cpu:8", mesh=Mesh(fsdp=2, expert=2, tensor=2), **sizes)
+    got, want = loss_and_gradients(split), loss_and_gradients(program(**sizes))
+    assert_close(got, want)
+    assert want["mtp_loss"] > 0 and want["gradients/ahead/projection"].any()
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "layers"),
+    [(GPIPE, 2), (INTERLEAVED, 5)],
+    ids=["gpipe", "1f1b, with rows of no layer"],
+)
+def test_ticks_without_a_microbatch_add_no_load(pipeline, layers):
+    mesh, model = Mesh(data=2, stage=2, expert=2), dataclasses.replace(MODEL, layers=layers)
+    settings = {"target": "cpu:8", "mesh": mesh, "pipeline": pipeline}
+    assert_equals_one_device(program(model=model, batch=BATCH, **settings))
 
 
 def test_a_step_moves_the_bias_against_the_load_and_no_moment():

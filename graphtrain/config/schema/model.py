@@ -195,6 +195,7 @@ class Model:
     fused_gate_up: bool = False  # gate and up projection are one array and one product
     latent_attention: LatentAttention | None = None  # multi-head latent attention (DeepSeek)
     moe: MixtureOfExperts | None = None  # mixture of experts; unset: a dense model
+    mtp_loss_weight: NotNegativeFloat | None = None  # of predicting the token after the next
     dropout: DropoutRate = 0.0  # after embedding, attention and MLP
     init_std: PositiveFloat = 0.02  # of initial weights; of a block's outputs: / sqrt(2 layers)
     dtype: ComputeDtype = "bfloat16"  # older name of program.precision.compute
@@ -216,6 +217,11 @@ class Model:
     def depth(self) -> int:
         """Number of all transformer blocks."""
         return self.dense_layers + self.layers
+
+    @property
+    def ahead_layers(self) -> int:
+        """Number of blocks of multi-token prediction, which only training computes."""
+        return 0 if self.mtp_loss_weight is None else 1
 
     @property
     def rotary_dim(self) -> int:

@@ -150,6 +150,8 @@ class Program:
                 "mixture of experts balances its experts over all replicas; use "
                 'gradient_reduction = "per_microbatch"'
             )
+        if self.model.mtp_loss_weight is not None:
+            _check_ahead(self)
         unadapted = {
             "model.moe.dense_layers": self.model.dense_layers > 0,
             "model.latent_attention": self.model.latent_attention is not None,
@@ -221,6 +223,21 @@ def _check_quantized_products(program: Program) -> None:
             'precision.exclude does not name "experts", and experts without '
             "model.moe.capacity_factor have no product in fp8 or int8; add it, or set "
             "capacity_factor"
+        )
+
+
+def _check_ahead(program: Program) -> None:
+    """Refuse settings with which a model does not predict the token after the next."""
+    refused = {
+        "mesh.stage": program.mesh.stage != 1,
+        "mesh.context": program.mesh.context != 1,
+        "adapter": program.adapter is not None,
+        'loss.kind = "dpo"': program.loss.kind == "dpo",
+        'precision.compute = "float16"': program.model.dtype == "float16",
+    }
+    if names := [name for name, is_set in refused.items() if is_set]:
+        raise ValueError(
+            f"model.mtp_loss_weight cannot be used with {' and '.join(names)}; remove it"
         )
 
 

@@ -13,7 +13,8 @@ from graphtrain.errors import WeightsError
 from graphtrain.weights.families.family import Config, WeightMapping
 from graphtrain.weights.families.mixtral import expert_rows
 
-_UPDATE_RATE = 0.001  # of DeepSeek-V3's training; config.json has none
+# Of DeepSeek-V3's training, the second towards its end; config.json has neither.
+_UPDATE_RATE, _AHEAD_LOSS_WEIGHT = 0.001, 0.1
 _BLOCK = "model.layers.{layer}.mlp"
 _DENSE_BLOCK = "model.layers.{dense}.mlp"
 _SHARED = f"{_BLOCK}.shared_experts"
@@ -49,7 +50,14 @@ class BalancedExperts:
             balance_loss=0.0,
             router_z_loss=0.0,
         )
-        return {"layers": layers - dense, "mlp": width, "moe": mixture}
+        modules = config.get("num_nextn_predict_layers") or 0
+        if modules > 1:
+            raise WeightsError(
+                f"config.json: num_nextn_predict_layers = {modules} is not supported, at most 1 is"
+            )
+        weight = _AHEAD_LOSS_WEIGHT if modules else None
+        settings = {"mlp": width, "moe": mixture, "mtp_loss_weight": weight}
+        return {"layers": layers - dense} | settings
 
     def write(self, model: Model) -> dict[str, Any]:
         mixture = model.moe
@@ -63,6 +71,7 @@ class BalancedExperts:
             )
         return {
             "num_hidden_layers": model.depth,
+            "num_nextn_predict_layers": model.ahead_layers,
             "first_k_dense_replace": model.dense_layers,
             "intermediate_size": mixture.dense_mlp or model.mlp,
             "moe_intermediate_size": model.mlp,
@@ -85,4 +94,17 @@ MLPS = (
     WeightMapping(f"{_SHARED}.gate_proj.weight", ("layers/mlp/shared_gate",), "m e -> e m"),
     WeightMapping(f"{_SHARED}.up_proj.weight", ("layers/mlp/shared_up",), "m e -> e m"),
     WeightMapping(f"{_SHARED}.down_proj.weight", ("layers/mlp/shared_down",), "e m -> m e"),
+)
+
+_AHEAD = "model.layers.{ahead}"
+AHEAD = (
+    WeightMapping(f"{_AHEAD}.enorm.weight", ("ahead/embedding_norm/scale",)),
+    WeightMapping(f"{_AHEAD}.hnorm.weight", ("ahead/hidden_norm/scale",)),
+    WeightMapping(f"{_AHEAD}.eh_proj.weight", ("ahead/projection",), "m (two e) -> two e m"),
+    WeightMapping(f"{_AHEAD}.shared_head.norm.weight", ("ahead/norm/scale",)),
+)
+# Besides buffers: copies of the embedding and the LM head, which the module shares.
+IGNORED = (
+    r".*\.rotary_emb\.inv_freq",
+    r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight",
 )

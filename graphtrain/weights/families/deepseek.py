@@ -10,8 +10,19 @@ import numpy as np
 
 from graphtrain.config.schema import LatentAttention, Model
 from graphtrain.errors import WeightsError
-from graphtrain.weights.families.balanced_experts import MLPS, BalancedExperts
-from graphtrain.weights.families.family import Config, Family, WeightMapping, with_dense_layers
+from graphtrain.weights.families.balanced_experts import (
+    AHEAD,
+    IGNORED,
+    MLPS,
+    BalancedExperts,
+)
+from graphtrain.weights.families.family import (
+    Config,
+    Family,
+    WeightMapping,
+    ahead_rows,
+    with_dense_layers,
+)
 from graphtrain.weights.families.llama import (
     EMBEDDING_AND_HEAD_ROWS,
     NORMS,
@@ -145,5 +156,12 @@ DEEPSEEK_V3 = Family(
         FixedEntry("attention_bias", False),
         FixedEntry("rope_interleave", True),
     ),
-    (*EMBEDDING_AND_HEAD_ROWS, *with_dense_layers((*NORMS, *_ROWS)), *MLPS),
+    (
+        *EMBEDDING_AND_HEAD_ROWS,
+        *with_dense_layers((*NORMS, *_ROWS)),
+        *MLPS,
+        *ahead_rows((*NORMS, *_ROWS, *MLPS)),
+        *AHEAD,
+    ),
+    ignored_tensors=IGNORED,
 )

@@ -43,7 +43,7 @@ class WeightMapping:
     """Mapping between tensors of Hugging Face and arrays of the decoder with the same values."""
 
     # Hugging Face's; {layer} for one layer, {expert} for all experts of a layer, {dense} for all
-    # dense layers before those of a mixture.
+    # dense layers before those of a mixture, {ahead} for the block of multi-token prediction.
     name: str
     paths: tuple[str, ...]  # the decoder's; several if Hugging Face packs them into one tensor
     pattern: str = (
@@ -198,7 +198,7 @@ def functional_settings(model: Model) -> Model:
         if mixture.bias_update_rate is not None:
             mixture = replace(mixture, bias_update_rate=0.0)
     default = {item.name: item.default for item in Model.__dataclass_fields__.values()}
-    non_functional = ("dtype", "remat", "dropout", "init_std")
+    non_functional = ("dtype", "remat", "dropout", "init_std", "mtp_loss_weight")
     return replace(
         model,
         moe=mixture,
@@ -231,15 +231,29 @@ def with_dense_layers(rows: Sequence[WeightMapping]) -> tuple[WeightMapping, ...
     return (*rows, *map(dense, rows))
 
 
+def ahead_rows(rows: Sequence[WeightMapping]) -> tuple[WeightMapping, ...]:
+    """Return rows of a layer as those of the block of multi-token prediction."""
+    return tuple(
+        replace(
+            row,
+            name=row.name.replace("{layer}", "{ahead}"),
+            paths=tuple(path.replace("layers/", "ahead/block/", 1) for path in row.paths),
+        )
+        for row in rows
+        if "{layer}" in row.name
+    )
+
+
 def _names(row: WeightMapping, layer: int | None, model: Model) -> tuple[str, ...]:
     if "{dense}" in row.name:
         return tuple(row.name.format(dense=index) for index in range(model.dense_layers))
     if layer is not None:
         layer += model.dense_layers
+    places = {"layer": layer, "ahead": model.depth}
     if "{expert}" not in row.name:
-        return (row.name.format(layer=layer),)
+        return (row.name.format(**places),)
     assert model.moe is not None
-    return tuple(row.name.format(layer=layer, expert=i) for i in range(model.moe.experts))
+    return tuple(row.name.format(**places, expert=i) for i in range(model.moe.experts))
 
 
 def _rearrange(

@@ -1,7 +1,12 @@
 """GLM-4.5: rotary positions of half of each head, sigmoid routing and a shared expert."""
 
-from graphtrain.weights.families.balanced_experts import MLPS, BalancedExperts
-from graphtrain.weights.families.family import Family, with_dense_layers
+from graphtrain.weights.families.balanced_experts import (
+    AHEAD,
+    IGNORED,
+    MLPS,
+    BalancedExperts,
+)
+from graphtrain.weights.families.family import Family, ahead_rows, with_dense_layers
 from graphtrain.weights.families.llama import (
     ATTENTION,
     EMBEDDING_AND_HEAD_ROWS,
@@ -24,5 +29,12 @@ GLM4_MOE = Family(
         EnumSetting("qk_norm", "use_qk_norm", {False: False, True: True}, False),
         BalancedExperts(),
     ),
-    (*EMBEDDING_AND_HEAD_ROWS, *with_dense_layers((*NORMS, *ATTENTION)), *MLPS),
+    (
+        *EMBEDDING_AND_HEAD_ROWS,
+        *with_dense_layers((*NORMS, *ATTENTION)),
+        *MLPS,
+        *ahead_rows((*NORMS, *ATTENTION, *MLPS)),
+        *AHEAD,
+    ),
+    ignored_tensors=IGNORED,
 )

@@ -58,6 +58,13 @@ MODELS = {
         "latent_attention": replace(LATENT, q_lora_rank=None),
         "norm": "layer",
     },
+    "further tokens": {
+        "head_dim": 12,
+        "latent_attention": LATENT,
+        "mtp_loss_weight": 0.3,
+        "moe": MixtureOfExperts(experts=4, bias_update_rate=0.0, dense_layers=1, dense_mlp=40),
+    },
+    "further tokens without a mixture": {"bias": "all", "norm": "layer", "mtp_loss_weight": 0.3},
     "qwen2 mixture": {"moe": MixtureOfExperts(experts=4, shared_expert_mlp=24)},
 }
 

@@ -9,6 +9,8 @@ from graphtrain.config.schema import (
     Adapter,
     Batch,
     LatentAttention,
+    Loss,
+    Mesh,
     MixtureOfExperts,
     Model,
     Optimizer,
@@ -85,6 +87,22 @@ def test_adapters_that_would_leave_out_matrices_are_refused():
     told = "adapter does not support model.moe.dense_layers and model.latent_attention"
     with pytest.raises(ValidationError, match=told):
         Program(model=model, batch=BATCH, adapter=Adapter(rank=4, alpha=8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"target": "cpu:2", "mesh": Mesh(stage=2)}, "mesh.stage"),
+        ({"target": "cpu:2", "mesh": Mesh(context=2)}, "mesh.context"),
+        ({"adapter": Adapter(rank=4, alpha=8)}, "adapter"),
+        ({"loss": Loss(kind="dpo"), "batch": replace(BATCH, global_batch_size=2)}, "loss.kind"),
+        ({"precision": Precision(compute="float16")}, "precision.compute"),
+    ],
+)
+def test_settings_without_further_tokens_are_named(settings, told):
+    model = Model(**SIZES, mtp_loss_weight=0.3)
+    with pytest.raises(ValidationError, match=f"mtp_loss_weight cannot be used with {told}"):
+        Program(**{"model": model, "batch": BATCH} | settings)
 
 
 def test_latents_have_no_product_in_8_bits():
