@@ -328,6 +328,11 @@ def _open(url: str, patience: float, make: bool, endpoint: str | None, read_time
             elif not path.is_dir():
                 raise CacheError(f"{url}: no such directory")
             return LocalStore(path)
+        if endpoint and url.startswith("gs://"):
+            raise CacheError(
+                f"{url} has no endpoint of its own; write s3://{url.removeprefix('gs://')} "
+                "for one with the interface of S3, as https://storage.googleapis.com has"
+            )
         named: Any = {"endpoint": endpoint} if endpoint else None
         return from_url(
             url,
