@@ -116,9 +116,8 @@ class Trial:
             process.communicate(timeout=1800)
         for rank in range(len(processes)):
             file = self.place.path / f"{rank}.json"
-            if file.exists():  # a killed process writes none
-                self.events += json.loads(file.read_text())
-                file.unlink()
+            self.events += json.loads(file.read_text())
+            file.unlink()
         return [process.returncode for process in processes]
 
 

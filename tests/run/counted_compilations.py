@@ -1,6 +1,5 @@
 """The command with a list of what JAX traced and compiled in its process: FILE, then its words."""
 
-import atexit
 import json
 import sys
 from pathlib import Path
@@ -13,17 +12,21 @@ _PREFIX = "/jax/core/compile/"  # trace, lower, compile
 
 
 def main() -> None:
-    """Run the command; at its end, write the names of events to the file."""
+    """Run the command; write the names of events to the file, also for when it is killed."""
     file = Path(sys.argv[1])
     events: list[str] = []
+
+    def write() -> None:
+        file.write_text(json.dumps(events))
 
     def record(event: str, duration_secs: float, **_: str | int) -> None:
         del duration_secs
         if event.startswith(_PREFIX):
             events.append(event)
+            write()
 
     monitoring.register_event_duration_secs_listener(record)
-    atexit.register(lambda: file.write_text(json.dumps(events)))
+    write()
     sys.argv[1:] = sys.argv[2:]
     cli.main()
 
