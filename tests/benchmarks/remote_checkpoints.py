@@ -7,6 +7,9 @@ compared with those of a run without interruptions. At the end the local directo
 the run is completed in another one from what the store has.
 
     python tests/benchmarks/remote_checkpoints.py [--saves 100] [--kills 20] [--directory DIR]
+
+With --hosts 2, two processes share no disk: each uploads its part. Some lose their disk with a
+kill, and both before the end.
 """
 
 import argparse
@@ -20,7 +23,8 @@ from measuring import ROOT
 from trial_places import Machine, make_trials
 
 sys.path.insert(0, str(ROOT / "tests" / "run"))
-from remote_trials import Trial, arrays, is_equal, serving  # pyright: ignore
+from places import Place, meeting_address  # pyright: ignore
+from remote_trials import URL, Trial, arrays, is_equal, serving  # pyright: ignore
 from storage import credentials, failing  # pyright: ignore
 
 _EVERY = 4  # steps between checkpoints
@@ -34,20 +38,23 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=2.0, help="until a kill, at most")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--directory", type=Path)
     arguments = parser.parse_args()
     started, trials = time.monotonic(), make_trials(arguments.directory)
-    trials.compile(Machine("cpu:1"))
+    machine = Machine("cpu:1" if arguments.hosts == 1 else f"cpu:{arguments.hosts}x1")
+    trials.compile(machine)
     place = trials.place(f"remote-{os.getpid()}")
     words = ["--set", f"run.steps={arguments.saves * _EVERY}",
-             "--set", f"run.checkpoints.local_every={_EVERY}"]  # fmt: skip
-    keep = ["--set", f"run.checkpoints.keep={arguments.saves}", "--set", "run.directory=reference"]
-    place.command("run", "config.toml", *words, *keep)
+             "--set", f"run.checkpoints.local_every={_EVERY}", *machine.words]  # fmt: skip
+    keep = ["--set", f"run.checkpoints.keep={arguments.saves}"]
+    train_reference(place, arguments.hosts, [*words, *keep])
+    words += ["--set", f"run.checkpoints.remote_every={_EVERY}"]
     store = place.path / "store"
     (store / "runs").mkdir(parents=True)
     with serving(store) as server, failing(server.url) as network:
         os.environ.update(credentials(network.url))
-        trial = Trial(place, server, network, words, arguments.seed)
+        trial = Trial(place, server, network, words, arguments.seed, arguments.hosts)
         for number in range(1, arguments.kills + 1):
             is_server = number % _SERVER_SHARE == 0
             (trial.kill_server if is_server else trial.kill_trainer)(arguments.seconds)
@@ -57,6 +64,10 @@ def main() -> None:
         trial.finish()
         trial.check()
     last = arguments.saves * _EVERY
+    if arguments.hosts > 1:
+        with serving(store) as server:
+            endpoint = ["--endpoint", server.url]
+            place.command("checkpoints", "pull", URL, "elsewhere", "--step", str(last), *endpoint)
     ends = [arrays(place.path / name / "checkpoints", last) for name in ("reference", "elsewhere")]
     log = "".join(
         path.read_text() for path in (place.path / "elsewhere").glob("run.log") if path.is_file()
@@ -71,6 +82,16 @@ def main() -> None:
     }
     print(json.dumps(facts))
     sys.exit(bool(trial.seen["wrong"]) or not facts["end is equal"])
+
+
+def train_reference(place: Place, hosts: int, words: list[str]) -> None:
+    """Train without interruptions, into one directory."""
+    words = ["run", "config.toml", *words, "--set", "run.directory=reference"]
+    words += ["--coordinator", meeting_address(), "--processes", str(hosts), "--rank"]
+    processes = [place.start(*words, str(rank)) for rank in range(hosts)]
+    told = [process.communicate() for process in processes]
+    if any(process.returncode for process in processes):
+        sys.exit(f"the reference was not trained: {told}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from places import Place
+from places import Place, meeting_address
 from storage import Network, s3_server
 
 from graphtrain.checkpoints.arrays import restore_array
@@ -97,6 +97,7 @@ class Trial:
         network: The network before it, which the run uses.
         words: More words of `graphtrain run`.
         seed: Of the moments.
+        hosts: Number of processes; several share no disk, and some lose theirs with a kill.
     """
 
     place: Place
@@ -104,57 +105,86 @@ class Trial:
     network: Network
     words: Sequence[str]
     seed: int = 0
+    hosts: int = 1
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self._expected: dict[int, Mapping[str, np.ndarray]] = {}
 
-    def start(self, directory: str = "run") -> subprocess.Popen[str]:
-        words = ["--set", f"run.directory={directory}", "--set", f"run.checkpoints.remote={URL}"]
-        return self.place.start_python("-c", SLOW, "run", "config.toml", *words, *self.words)
+    def start(self, directory: str = "run") -> list[subprocess.Popen[str]]:
+        """Begin the processes of the run; they train in `directory`, `directory`1, ..."""
+        meeting = ["--coordinator", meeting_address(), "--processes", str(self.hosts), "--rank"]
+        started = []
+        for rank, name in enumerate(self._names(directory)):
+            words = ["--set", f"run.directory={name}", "--set", f"run.checkpoints.remote={URL}"]
+            if self.hosts > 1:
+                words += ["--set", f"run.checkpoints.local=disk{rank}", *meeting, str(rank)]
+            words = ["run", "config.toml", *words, *self.words]
+            started.append(self.place.start_python("-c", SLOW, *words))
+        return started
+
+    def _names(self, directory: str = "run") -> list[str]:
+        """Return the directories of the run, of each host."""
+        return [f"{directory}{rank or ''}" for rank in range(self.hosts)]
+
+    def _uploaders(self) -> list[str]:
+        return [process for name in self._names() for process in uploaders(name)]
 
     def kill_trainer(self, seconds: float) -> None:
         """Start the run, and kill it at a random moment after its first step or first upload."""
-        process = self._start_until(upload=self._random.random() < 0.75)
+        processes = self._start_until(upload=self._random.random() < 0.75)
         time.sleep(self._random.random() * seconds)
-        self.seen["killed while an uploader ran"] += bool(uploaders("run"))
-        self._kill(process)
+        self.seen["killed while an uploader ran"] += bool(self._uploaders())
+        self._kill(processes)
         deadline = time.monotonic() + 10
-        while uploaders("run"):  # it ends with the run
+        while self._uploaders():  # it ends with the run
             assert time.monotonic() < deadline
             time.sleep(0.05)
+        for rank in range(self.hosts if self.hosts > 1 and self._last_upload() else 0):
+            if self._random.random() < 0.4:
+                self._lose_disk(rank)
+                self.seen["disk lost"] += 1
+
+    def _lose_disk(self, rank: int) -> None:
+        shutil.rmtree(self.place.path / f"disk{rank}", ignore_errors=True)
 
     def kill_server(self, seconds: float) -> None:
         """Kill the server while the run trains; start it again after some seconds."""
-        process = self._start_until(upload=False)
+        processes = self._start_until(upload=False)
         time.sleep(self._random.random() * seconds)
         self.server.kill()
         self.seen["server killed"] += 1
         time.sleep(self._random.random() * seconds)
         self.network.address = self.server.start().removeprefix("http://")
-        self._kill(process)
+        self._kill(processes)
 
-    def _start_until(self, *, upload: bool) -> subprocess.Popen[str]:
+    def _start_until(self, *, upload: bool) -> list[subprocess.Popen[str]]:
         """Start the run, and return when it has taken a step or, also, uploaded a checkpoint."""
         before, began = self.place.journal(), time.time()
-        process = self.start()
-        while process.poll() is None:
+        processes = self.start()
+        while all(process.poll() is None for process in processes):
             has_trained = self.place.journal() not in ([], before)
             if has_trained and (not upload or self._has_uploaded(began)):
                 break
             time.sleep(0.02)
-        return process
+        return processes
 
     def _has_uploaded(self, began: float) -> bool:
+        return self._last_upload() > began
+
+    def _last_upload(self) -> float:
+        """Return when the last manifest was written; 0 if there is none."""
         folder = self.server.directory / URL.removeprefix("s3://") / "v1/steps"
         found = [path.stat().st_mtime for path in folder.glob("*.json")]
-        return max(found, default=0.0) > began
+        return max(found, default=0.0)
 
-    def _kill(self, process: subprocess.Popen[str]) -> None:
-        self.seen["killed"] += process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+    def _kill(self, processes: list[subprocess.Popen[str]]) -> None:
+        self.seen["killed"] += all(process.poll() is None for process in processes)
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+        for process in processes:
+            process.communicate()
 
     def check(self) -> None:
         """Every step that is listed as whole is so, bit for bit."""
@@ -169,10 +199,12 @@ class Trial:
     def finish(self) -> str:
         """Complete the run in another directory, as after the loss of a machine; what it said."""
         shutil.rmtree(self.place.path / "run")
-        process = self.start("elsewhere")
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-        return out + err
+        for rank in range(self.hosts):
+            self._lose_disk(rank)
+        processes = self.start("elsewhere")
+        told = ["".join(process.communicate(timeout=300)) for process in processes]
+        assert not any(process.returncode for process in processes), told
+        return told[0]
 
     def _reference(self, step: int) -> Mapping[str, np.ndarray]:
         if step not in self._expected:
