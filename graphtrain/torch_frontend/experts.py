@@ -14,7 +14,7 @@ from torchax.tensor import Tensor
 from transformers.integrations import moe
 
 from graphtrain.errors import ImportedModelError
-from graphtrain.models.moe import dropless_experts
+from graphtrain.models.dropless import dropless_experts
 from graphtrain.torch_frontend import private_torch
 from lowering.tracing.constrain import placement
 

@@ -22,7 +22,7 @@ from graphtrain.config.schema import (
     Program,
 )
 from graphtrain.graphs.build import accumulate_gradients
-from graphtrain.models import moe
+from graphtrain.models import dropless, moe
 from graphtrain.models.decoder import forward, initialize
 from graphtrain.models.flops import (
     attention_flops_per_token,
@@ -93,7 +93,8 @@ def test_grouped_matmul_equals_the_ragged_product(way, monkeypatch):
     mesh = WAYS[way] if way else Mesh()
     batch = Batch(global_batch_size=16, seq_len=16, microbatches=2)
     target = f"cpu:{int(np.prod(list(vars(mesh).values())))}"
-    model = dataclasses.replace(LLAMA, mlp=64, moe=DROPLESS)  # shards are multiples of 16
+    biased = dataclasses.replace(DROPLESS, expert_bias=True)
+    model = dataclasses.replace(LLAMA, mlp=64, moe=biased)  # shards are multiples of 16
     of = program(model=model, target=target, mesh=mesh, batch=batch)
     ragged = loss_and_gradients(of)
     calls = []
@@ -102,8 +103,8 @@ def test_grouped_matmul_equals_the_ragged_product(way, monkeypatch):
         calls.append(arguments)
         return grouped_matmul(*arguments, interpret=True)
 
-    monkeypatch.setattr(moe, "grouped_matmul", interpreted)
-    monkeypatch.setattr(moe, "_has_grouped_matmul", lambda *sizes: True)
+    monkeypatch.setattr(dropless, "grouped_matmul", interpreted)
+    monkeypatch.setattr(dropless, "_has_grouped_matmul", lambda *sizes: True)
     other = dataclasses.replace(of.model, attention="dense")  # equal here, and traced again
     assert_close(loss_and_gradients(dataclasses.replace(of, model=other)), ragged)
     assert calls

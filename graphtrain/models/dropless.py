@@ -1,0 +1,239 @@
+"""Experts of a dropless mixture: tokens sorted by expert, and products of their groups.
+
+Devices along the experts' mesh axes all-gather their tokens, sort them by expert, multiply each
+group by its expert's weights (a ragged product; on NVIDIA GPUs the kernels of
+`models.grouped_matmul`), and reduce-scatter each token's sum. Shapes are static, so buffers are
+large enough for the case that all tokens choose the experts of one device. Kernels and TPUs
+multiply only the rows that do; see `grouped_matmul_support`.
+
+Source: Gale et al. 2022, "MegaBlocks", https://arxiv.org/abs/2211.15841
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from graphtrain.models.grouped_matmul import arrange, grouped_matmul
+from graphtrain.models.grouped_matmul_support import BLOCK, why_no_grouped_matmul
+from graphtrain.models.projection import PROJECTION
+from lowering.tracing.constrain import mesh_axes_of, placement
+from lowering.tracing.current_target import traced_target
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int
+
+# Products with gate and up -> hidden values, the input of down.
+GateUpFunction = Callable[[list[jax.Array]], jax.Array]
+
+
+def dropless_experts(
+    combine: GateUpFunction,
+    x: Float[Array, "batch seq embed"],
+    shares: Float[Array, "batch seq choices"],
+    experts: Int[Array, "batch seq choices"],
+    gate_up: list[jax.Array],
+    down: jax.Array,
+    biases: list[jax.Array] | None = None,
+) -> Float[Array, "batch seq embed"]:
+    """Apply to each token the experts that it chose, without dropping any (dropless MoE).
+
+    Args:
+        combine: Computes hidden values, the input of `down`, from the products with `gate_up`.
+        x: Tokens.
+        shares: Weights of the chosen experts in the token's result.
+        experts: Indices of the chosen experts.
+        gate_up: Gate and up weights, or up alone, each (experts, embed, mlp).
+        down: Down weights (experts, mlp, embed).
+        biases: Biases (experts, mlp) of the products with `gate_up`; without them, there are none.
+    """
+    biases = biases or []
+    context = placement()
+    run = partial(_sorted_experts, combine)
+    tokens, expert_axes, mlp_axes = (
+        (mesh_axes_of("batch") or None, mesh_axes_of("seq") or None),
+        mesh_axes_of("experts"),
+        mesh_axes_of("mlp"),
+    )
+    axes = {name for names in (*tokens, expert_axes, mlp_axes) if names for name in names}
+    if context is None or not axes:
+        return run((), (), x, shares, experts, gate_up, down, biases)
+    token_spec = PartitionSpec(*tokens)
+    gate_up_spec = PartitionSpec(expert_axes or None, None, mlp_axes or None)
+    down_spec = PartitionSpec(expert_axes or None, mlp_axes or None)
+    weight_specs = [gate_up_spec] * len(gate_up), down_spec, [down_spec] * len(biases)
+    return jax.shard_map(
+        partial(run, expert_axes, mlp_axes),
+        mesh=context.current_mesh,
+        in_specs=(token_spec, token_spec, token_spec, *weight_specs),
+        out_specs=token_spec,
+        axis_names=axes,
+        check_vma=False,
+    )(x, shares, experts, gate_up, down, biases)
+
+
+def _sorted_experts(
+    combine: GateUpFunction,
+    expert_axes: tuple[str, ...],
+    mlp_axes: tuple[str, ...],
+    x: jax.Array,
+    shares: jax.Array,
+    experts: jax.Array,
+    gate_up_weights: list[jax.Array],
+    down: jax.Array,
+    biases: list[jax.Array],
+) -> jax.Array:
+    """Apply the experts of this device to the tokens of all devices that share them.
+
+    Args:
+        combine: As in dropless_experts.
+        expert_axes: Mesh axes that shard the experts.
+        mlp_axes: Mesh axes that shard the hidden width of an expert.
+        x: Tokens of this device (batch, seq, embed).
+        shares: Weights of their chosen experts (batch, seq, choices).
+        experts: Global indices of their chosen experts (batch, seq, choices).
+        gate_up_weights: This device's shard of the gate and up weights.
+        down: This device's shard of the down weights.
+        biases: This device's shard of the biases of gate and up; [] without biases.
+    """
+    shape = x.shape
+    tokens = [array.reshape(-1, array.shape[-1]) for array in (x, shares, experts)]
+    if expert_axes:
+        tokens = [_gather(array, expert_axes) for array in tokens]
+    x, shares, experts = tokens
+    shards = jax.lax.axis_size(expert_axes) if expert_axes else 1
+    first_expert = jax.lax.axis_index(expert_axes) * len(down) if expert_axes else 0
+    is_local = (experts >= first_expert) & (experts < first_expert + len(down))
+    local_experts = jnp.where(is_local, experts - first_expert, len(down))
+    local_shares = jnp.where(is_local, shares, 0)
+    apply = (
+        _experts_in_blocks
+        if _has_grouped_matmul(down, experts.size)
+        else _experts_by_ragged_product
+    )
+    total = apply(combine, x, local_shares, local_experts, gate_up_weights, down, biases, shards)
+    if mlp_axes:
+        total = jax.lax.psum(total, mlp_axes)
+    if expert_axes:
+        total = jax.lax.psum_scatter(total, expert_axes, tiled=True)
+    return total.reshape(shape).astype(x.dtype)
+
+
+def _gather(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """All-gather the first dimension over mesh axes, in float32 on CPUs.
+
+    The gradient is a reduce-scatter, and XLA:CPU aborts on one of bfloat16 inside a shard_map
+    (jaxlib 0.10). It sends 16-bit floats as float32 anyway.
+    """
+    target, sent = traced_target(), array
+    if target is not None and target.platform == "cpu" and array.dtype != jnp.float32:
+        sent = array.astype(jnp.float32)
+    return jax.lax.all_gather(sent, axes, tiled=True).astype(array.dtype)
+
+
+def _has_grouped_matmul(down: jax.Array, choices: int) -> bool:
+    target = traced_target()
+    if target is None:
+        return False
+    experts, mlp, embed = down.shape
+    return not why_no_grouped_matmul(target, experts, embed, mlp, choices)
+
+
+def _experts_by_ragged_product(
+    combine: GateUpFunction,
+    x: jax.Array,
+    shares: jax.Array,
+    experts: jax.Array,
+    gate_up_weights: list[jax.Array],
+    down: jax.Array,
+    biases: list[jax.Array],
+    shards: int,
+) -> jax.Array:
+    """Return each token's float32 sum over its choices of this device's experts.
+
+    Args:
+        combine: As in dropless_experts.
+        x: Tokens (tokens, embed).
+        shares: Weights of their chosen experts (tokens, choices); 0 for experts of other devices.
+        experts: Chosen experts, counted on this device; its number of experts for others.
+        gate_up_weights: Gate and up weights of this device's experts.
+        down: Down weights of this device's experts.
+        biases: Biases of gate and up of this device's experts; [] without biases.
+        shards: Number of devices over which the experts are sharded.
+    """
+    del shards
+    chosen, sort_key = experts.shape[-1], experts.reshape(-1)
+    order = jnp.argsort(sort_key, stable=True)  # choices of other devices' experts sort last
+    # A sum of comparisons: bincount is an integer scatter-add, which Neuron does not support.
+    sizes = (sort_key[:, None] == jnp.arange(len(down))).sum(0, dtype=jnp.int32)
+    rows = jnp.take(x, order // chosen, axis=0)
+    product = partial(_ragged, sizes=sizes)
+    projections = [checkpoint_name(product(rows, w), PROJECTION) for w in gate_up_weights]
+    of_rows = [jnp.take(bias, sort_key[order], axis=0, mode="clip") for bias in biases]
+    hidden = combine(add_biases(projections, of_rows))
+    out = checkpoint_name(product(hidden, down), PROJECTION).astype(jnp.float32)
+    share = shares.reshape(-1)[order]
+    return jnp.zeros((len(x), out.shape[-1])).at[order // chosen].add(out * share[:, None])
+
+
+def _experts_in_blocks(
+    combine: GateUpFunction,
+    x: jax.Array,
+    shares: jax.Array,
+    experts: jax.Array,
+    gate_up_weights: list[jax.Array],
+    down: jax.Array,
+    biases: list[jax.Array],
+    shards: int,
+) -> jax.Array:
+    """Return what _experts_by_ragged_product does, with grouped matrix products."""
+    chosen = experts.shape[-1]
+    blocks = arrange(experts.reshape(-1), len(down))
+    tokens = (
+        jnp.full(blocks.rows, len(x))
+        .at[blocks.slots]
+        .set(jnp.arange(experts.size) // chosen, mode="drop")
+    )  # padding is a row of zeros
+    rows = jnp.take(x, tokens, axis=0, mode="fill", fill_value=0)
+    # The last block of an expert is half full on average.
+    expected = experts.size // shards + len(down) * BLOCK // 2
+
+    def product(rows: jax.Array, weights: jax.Array) -> jax.Array:
+        out = grouped_matmul(rows, weights.astype(rows.dtype), blocks, expected)
+        return checkpoint_name(out, PROJECTION)
+
+    of_rows = [jnp.repeat(bias[blocks.experts], BLOCK, axis=0) for bias in biases]
+    hidden = combine(add_biases([product(rows, each) for each in gate_up_weights], of_rows))
+    out = product(hidden, down)
+    choices = jnp.take(out, blocks.slots, axis=0, mode="fill", fill_value=0)
+    choices = choices.reshape(*experts.shape, -1).astype(jnp.float32)
+    return (choices * shares[..., None]).sum(1)
+
+
+def add_biases(products: list[jax.Array], biases: list[jax.Array]) -> list[jax.Array]:
+    """Add biases to products, whose gradients are summed in float32; [] changes nothing."""
+    if not biases:
+        return products
+    pairs = zip(products, biases, strict=True)
+    return [(x.astype(jnp.float32) + bias).astype(x.dtype) for x, bias in pairs]
+
+
+def _ragged(rows: jax.Array, expert_weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Multiply groups of rows, each by its expert's matrix; rows after the last group are zero."""
+    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    out = jax.lax.ragged_dot(
+        rows,
+        expert_weights.astype(rows.dtype),
+        sizes,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    is_assigned = jnp.arange(len(rows)) < sizes.sum()
+    return jnp.where(is_assigned[:, None], out, 0).astype(rows.dtype)
