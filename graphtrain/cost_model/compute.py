@@ -196,7 +196,7 @@ def _recomputed(program: ResolvedProgram, forward: _Flops, flash: bool) -> _Flop
         kernel: _Flops = {"attention scores": 1.5 * forward["attention scores"]}
         by_policy = _sum(kernel, layers) if model.remat == "full" else kernel
     in_stages = program.mesh.axes.get("stage", 1) > 1
-    if in_stages and (model.remat != "none" or program.pipeline.schedule == "1f1b"):
+    if in_stages and program.pipeline.recomputes_stages(model.remat):
         return layers if model.remat == "full" else _sum(layers, by_policy)
     return by_policy
 

@@ -107,8 +107,8 @@ def _saved_activations(program: ResolvedProgram, sizes: DeviceSizes, flash: bool
     """Return the bytes of activations that the forward pass saves for the backward pass.
 
     A pipeline stage saves the input of every tick (1F1B: those that wait, and that of the tick) and
-    recomputes one chunk at a time; with remat "none", except under 1F1B, it saves all activations
-    of all chunks.
+    recomputes one chunk at a time; a stage that is not recomputed saves the activations of all
+    chunks.
     """
     layer, stages = _saved_per_layer(program, sizes, flash), program.mesh.axes.get("stage", 1)
     if stages == 1:
@@ -120,7 +120,7 @@ def _saved_activations(program: ResolvedProgram, sizes: DeviceSizes, flash: bool
     if schedule == "1f1b":
         stored = stored_stage_inputs(schedule, stages, rounds, program.batch.microbatches)
         return (stored + 1) * stream + chunk * layer
-    if program.model.remat == "none":
+    if not program.pipeline.recomputes_stages(program.model.remat):
         return ticks * chunk * layer
     return ticks * stream + chunk * layer
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.cost_model.predicted_collective import recomputes
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Passes:
             return cls(layers, microbatches, 1, microbatches, 1)
         at_once = program.pipeline.schedule == "1f1b"
         ticks = microbatches * stages.rounds + stages.stages - 1
-        again = at_once or recomputes(program)
+        again = program.pipeline.recomputes_stages(program.model.remat)
         return cls(
             layers=ticks * stages.rows_per_chunk,
             embeddings=1,

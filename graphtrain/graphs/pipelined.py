@@ -1,5 +1,6 @@
 """Gradients and loss of a batch whose microbatches pass through a pipeline."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -68,7 +69,9 @@ def training_pipeline(
         else None
     )
     term_weight = scaled(1 / count, scale)
-    return model.pipeline(stages, score, keys, term_weight, batch["tokens"]), batch
+    pipeline = model.pipeline(stages, score, keys, term_weight, batch["tokens"])
+    recompute = program.pipeline.recomputes_stages(program.model.remat)
+    return replace(pipeline, remat=recompute), batch
 
 
 def metrics_by_name(metrics: tuple[jax.Array, Tree]) -> Tree:

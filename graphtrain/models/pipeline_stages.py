@@ -124,7 +124,6 @@ def decoder_pipeline(
         layer_stage,
         loss_stage,
         virtual_stages=stages.rounds,
-        remat=model.remat != "none",
         mixes_sequences=model.moe is not None,
         splits_positions=True,
     )

@@ -323,8 +323,7 @@ def imported_pipeline(
         )
         return score(out, microbatch)
 
-    recompute = opened.settings.remat != "none"
-    return Pipeline(first, stage, last, virtual_stages=stages.rounds, remat=recompute)
+    return Pipeline(first, stage, last, virtual_stages=stages.rounds)
 
 
 def _replica_key(key: jax.Array) -> jax.Array:

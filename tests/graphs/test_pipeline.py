@@ -30,6 +30,7 @@ DEEP = {
 }
 GPIPE, ONE_ONE = PipelineSettings(schedule="gpipe"), PipelineSettings(schedule="1f1b")
 CIRCULAR = PipelineSettings(virtual_stages=2)
+SELECTIVE = PipelineSettings(virtual_stages=2, recompute_stages=False)
 CUBE = Mesh(data=2, stage=2, tensor=2)
 EIGHT = Batch(global_batch_size=32, seq_len=16, microbatches=8)
 DEFAULT = program().rules
@@ -100,7 +101,9 @@ def test_layers_with_and_without_a_window_have_the_gradients_of_one_device(case)
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "remat"), [(CIRCULAR, "full"), (GPIPE, "dots")], ids=["circular", "gpipe"]
+    ("pipeline", "remat"),
+    [(CIRCULAR, "full"), (GPIPE, "dots"), (SELECTIVE, "dots")],
+    ids=["circular", "gpipe", "selective"],
 )
 def test_recomputed_stages_have_the_gradients_of_one_device(pipeline, remat):
     model = dataclasses.replace(DEEP["llama"], remat=remat)

@@ -30,8 +30,8 @@ class Mesh:
 class PipelineSettings:
     """The pipeline schedule over the mesh axis `stage`.
 
-    The backward pass recomputes a stage from its input, unless model.remat = "none"; 1f1b always
-    recomputes.
+    The backward pass recomputes a stage from its input, unless model.remat = "none" or
+    recompute_stages = false; 1f1b always recomputes.
 
     Source: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473
     """
@@ -39,9 +39,23 @@ class PipelineSettings:
     schedule: Literal["gpipe", "circular", "1f1b"] = "circular"  # order of the microbatches
     virtual_stages: Width = 1  # stages on each device; with 1f1b: interleaved 1F1B
     layers_per_stage: tuple[Positive, ...] | None = None  # by virtual stage; unset: even
+    recompute_stages: bool = True  # from their input; false: only what model.remat recomputes
 
     def __post_init__(self) -> None:
         if self.virtual_stages > 1 and self.schedule == "gpipe":
             raise ValueError(
                 f'virtual_stages = {self.virtual_stages} needs schedule = "circular" or "1f1b"'
             )
+        if self.schedule == "1f1b" and not self.recompute_stages:
+            raise ValueError(
+                'recompute_stages = false needs schedule = "circular" or "gpipe"; 1f1b stores only '
+                "the inputs of stages"
+            )
+
+    def recomputes_stages(self, remat: str) -> bool:
+        """Return whether the backward pass of a stage begins with its forward pass.
+
+        Args:
+            remat: `model.remat`.
+        """
+        return self.schedule == "1f1b" or (self.recompute_stages and remat != "none")

@@ -220,6 +220,11 @@ def test_values_that_validation_would_read_as_null_are_refused(file):
             ["pipeline.schedule=gpipe", "pipeline.virtual_stages=2"],
             'needs schedule = "circular"',
         ),
+        (
+            1,
+            ["pipeline.schedule=1f1b", "pipeline.recompute_stages=false"],
+            'recompute_stages = false needs schedule = "circular" or "gpipe"',
+        ),
     ],
 )
 def test_stages_that_model_or_batch_do_not_fit_are_refused(file, stages, settings, problem):

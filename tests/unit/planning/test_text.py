@@ -35,6 +35,16 @@ def test_1f1b_has_the_published_bubble(vary, rounds):
     assert time.bubble / time.compute == pytest.approx((4 - 1) / (rounds * 4))
 
 
+def test_selective_recomputation_in_stages_takes_less_time_and_more_memory(vary):
+    model = ["program.model.layers=8", "program.model.remat=dots"]
+    stages, selective = (
+        estimate(vary([*PIPELINE, *model, f"program.pipeline.recompute_stages={recomputed}"]))
+        for recomputed in ("true", "false")
+    )
+    assert selective.time.compute < stages.time.compute
+    assert selective.memory.activations > stages.memory.activations
+
+
 @pytest.mark.parametrize(
     ("change", "shown"), [(PIPELINE, True), (["program.target=h100:4"], False)]
 )
