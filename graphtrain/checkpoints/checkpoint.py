@@ -223,6 +223,10 @@ class Checkpoints:
         """Return the directory of a checkpoint."""
         return self._named / str(step)
 
+    def steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, oldest first."""
+        return saved_steps(self._named)
+
     def reread(self) -> None:
         """Look again which checkpoints there are, after others were put there."""
         if self._opened is not None:

@@ -173,7 +173,13 @@ class TieredCheckpoints(Checkpoints):
         return self._newest if self._uploads else max(super().newest(), self._newest)
 
     def path(self, step: int) -> Path:
-        return self._tier.own(step) if self._uploads else super().path(step)
+        """Return the directory of a whole checkpoint, or of the part of this host."""
+        return super().path(step) if step in super().steps() else self._tier.own(step)
+
+    def steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, on the hosts' disks or whole."""
+        on_hosts = {step for step in self._tier.steps() if step <= self._newest}
+        return sorted({*super().steps(), *on_hosts})
 
     def is_writing(self) -> bool:
         is_alive = self._thread is not None and self._thread.is_alive()

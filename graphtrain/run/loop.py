@@ -16,7 +16,6 @@ import numpy as np
 
 import lowering
 from graphtrain.checkpoints.checkpoint import Checkpoints
-from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Program, Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
@@ -352,10 +351,9 @@ class TrainingLoop:
 
     def _last_good(self) -> str:
         """Return the newest checkpoint from which a step had a finite loss, or "none"."""
-        directory = Path(self.run.directory)
-        known = good_steps(read_journal(directory))
-        good = [step for step in saved_steps(directory / "checkpoints") if step in known]
-        return f"{directory}/checkpoints/{good[-1]}" if good else "none"
+        known = good_steps(read_journal(Path(self.run.directory)))
+        good = [step for step in self.checkpoints.steps() if step in known]
+        return str(self.checkpoints.path(good[-1])) if good else "none"
 
     def _warn_if_all_skipped(self, completed_steps: int) -> None:
         """Warn if gradients overflowed in every step since the start: nothing was trained."""
@@ -499,15 +497,14 @@ class TrainingLoop:
     def _spike(self, pending: PendingStep, loss: float, norm: float) -> str:
         """Say which step is a spike, of which documents, and what can be done."""
         self.checkpoints.wait()  # until the last checkpoint is complete
-        directory = Path(self.run.directory)
-        saved, good = saved_steps(directory / "checkpoints"), self._last_good()
+        saved, good = self.checkpoints.steps(), self._last_good()
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         above = f", above run.spikes ({pending.limits.describe()})" if is_finite else ""
         text = (
             f"step {pending.number}: loss {loss}, gradient norm {norm}{above}; the batch contains "
             f"{self.loader.describe(pending.number - 1)}; last good checkpoint: " + good
         )
-        if saved and good != (newest := f"{directory}/checkpoints/{saved[-1]}"):
+        if saved and good != (newest := str(self.checkpoints.path(saved[-1]))):
             text += (
                 f"; {newest} is newer, but no step from it was finite: "
                 "move it away to resume from the one before it"

@@ -84,6 +84,9 @@ def test_shards_are_saved_and_restored_on_another_mesh_bit_for_bit(tmp_path):
     checkpoints.save(4, saved, {"step": 4}, is_whole=True)
     checkpoints.close()
     assert checkpoints.newest() == 4
+    assert checkpoints.steps() == [2, 3, 4]
+    assert checkpoints.path(3) == tmp_path / "disk/own/3"
+    assert checkpoints.path(4) == tmp_path / "run/4"
     assert HostTier(tmp_path / "disk").steps() == [2, 3]
     other = tiered(tmp_path / "run", tmp_path / "disk")
     for shards in (1, 2, 8):
