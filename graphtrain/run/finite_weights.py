@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from graphtrain.errors import TrainingError
@@ -9,22 +11,28 @@ from graphtrain.run.agreement import on_all_ranks
 from lowering.trees import Tree, flatten
 
 
-def check_finite_weights(parameters: Tree, step: int, good: str) -> None:
+def check_finite_weights(
+    parameters: Tree, step: int, good: str, *, has_constants: bool = False
+) -> None:
     """Check on every rank that the weights after a step are finite; each shard is read once.
 
     Args:
         parameters: Weights on the devices.
         step: Number of completed steps, for messages.
         good: Where the last good checkpoint is, for messages.
+        has_constants: Whether some are not trained, as the masks of an imported model: infinite
+            elements are then no error.
 
     Raises:
         TrainingError: an element is not; names the array.
     """
 
+    def is_wrong(values: np.ndarray) -> np.ndarray:
+        return np.isnan(values) if has_constants else ~np.isfinite(values)
+
     def check() -> None:
         for path, array in flatten(parameters).items():
-            bad = sum(map(_count_not_finite, _shards(array)))
-            if bad:
+            if bad := sum(_count(is_wrong, values) for values in _shards(array)):
                 raise TrainingError(
                     f"step {step} made weights that are not finite, though its loss was: {bad} "
                     f"elements of {path}; they are not saved; last good checkpoint: {good}; lower "
@@ -42,7 +50,7 @@ def _shards(array: object) -> list[np.ndarray]:
     return [np.asarray(shard.data) for shard in shards if shard.replica_id == 0]
 
 
-def _count_not_finite(values: np.ndarray) -> int:
+def _count(is_wrong: Callable[[np.ndarray], np.ndarray], values: np.ndarray) -> int:
     if not np.issubdtype(values.dtype, np.floating) and values.dtype.name != "bfloat16":
         return 0
-    return int(np.size(values) - np.count_nonzero(np.isfinite(values)))
+    return int(np.count_nonzero(is_wrong(values)))

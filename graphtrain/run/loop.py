@@ -17,7 +17,7 @@ import numpy as np
 import lowering
 from graphtrain.checkpoints.checkpoint import Checkpoints
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema import Program, Run
+from graphtrain.config.schema import Program, Run, is_imported
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.cost_model.product_peaks import step_peak
 from graphtrain.errors import TrainingError
@@ -347,7 +347,12 @@ class TrainingLoop:
             TrainingError: they are not finite.
         """
         arrays = lowering.backend(self.program.target).checkpoint_arrays(state)
-        check_finite_weights(arrays["parameters"], completed_steps, self._last_good())
+        check_finite_weights(
+            arrays["parameters"],
+            completed_steps,
+            self._last_good(),
+            has_constants=is_imported(self.program.model),
+        )
 
     def _last_good(self) -> str:
         """Return the newest checkpoint from which a step had a finite loss, or "none"."""
