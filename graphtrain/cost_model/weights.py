@@ -70,23 +70,26 @@ def shard_weights(program: ResolvedProgram) -> tuple[ShardedWeight, ...]:
         _shard_weight(path, _stacked(path, spec, len(divided.rows)), program)
         for path, spec in trained_arrays(program.settings).items()
     )
-    return trained + _shard_frozen_weights(program)
+    return trained + _shard_frozen_weights(program, len(divided.rows))
 
 
-def _shard_frozen_weights(program: ResolvedProgram) -> tuple[ShardedWeight, ...]:
-    """Return the sharding of frozen weights; a weight's codes and scales are one."""
+def _shard_frozen_weights(program: ResolvedProgram, rows: int) -> tuple[ShardedWeight, ...]:
+    """Return the sharding of frozen weights, in these rows of layers.
+
+    A weight's codes and scales are one.
+    """
     rules, mesh = program.rules, program.mesh
     layouts_by_path: dict[str, list[ArrayLayout]] = {}
     for path, spec in frozen_arrays(program).items():
         stem = path.removesuffix(f"/{CODES}").removesuffix(f"/{SCALES}")
         layouts_by_path.setdefault(stem, []).append(
-            make_layout(f"frozen/{path}", spec, rules, mesh)
+            make_layout(f"frozen/{path}", _stacked(path, spec, rows), rules, mesh)
         )
     arrays = parameter_arrays(program.model)
     return tuple(
         ShardedWeight(
             path=path,
-            spec=arrays[path],
+            spec=_stacked(path, arrays[path], rows),
             stored=_axes(layouts[0]),
             gradient=(),
             optimizer=(),

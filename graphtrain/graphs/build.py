@@ -34,8 +34,6 @@ from graphtrain.graphs.objectives import (
     answer_log_probs,
     key_implementation,
     metric_names,
-    pair_count,
-    pair_mask,
     reference_log_probs,
     step_key,
     token_losses,
@@ -44,14 +42,16 @@ from graphtrain.graphs.objectives import (
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.optimizer import make_optimizer, moment_specs, pack, unpack
 from graphtrain.graphs.pipelined import pipelined_gradients, pipelined_loss
+from graphtrain.graphs.preference import pair_count, pair_mask
 from graphtrain.graphs.schedule_free import gradient_point
 from graphtrain.graphs.serving import serving_graph
 from graphtrain.graphs.spikes import limit_specs, spike_metrics, unless_spike
+from graphtrain.graphs.weight_specs import frozen_specs, trained_specs
 from graphtrain.models.attention.ring_order import to_ring_order
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.compute_dtype import check_compute_dtype
 from graphtrain.models.lora.layers import apply_lora
-from graphtrain.models.lora.trainable import LORA_A, frozen_arrays, trained_arrays
+from graphtrain.models.lora.trainable import LORA_A, trained_arrays
 from graphtrain.models.loss import dpo_loss
 from graphtrain.models.optimizer_state import EMA
 from graphtrain.models.optimizer_support import check_optimizer
@@ -155,9 +155,9 @@ def _dump(program: ResolvedProgram) -> Graph:
 
 def _train(program: ResolvedProgram, dump: ArrayDump | None = None) -> Graph:
     optimizer = _optimizer(program)
-    specs = parameter_specs_of(program)
+    specs = trained_specs(program)
     template = jax.eval_shape(optimizer.init, _shapes(specs))
-    state_specs, frozen_specs = state_specs_of(program), _frozen_input(program)
+    state_specs, frozen_input = state_specs_of(program), _frozen_input(program)
     norms = group_norm_names(program.optimizer, specs)
     names = *metric_names(program), *norms, "grad_norm", "targets"
 
@@ -206,10 +206,10 @@ def _train(program: ResolvedProgram, dump: ArrayDump | None = None) -> Graph:
     limits = limit_specs(program)
     return Graph(
         "train",
-        _with_inputs(step, has_frozen=bool(frozen_specs), has_limits=bool(limits)),
+        _with_inputs(step, has_frozen=bool(frozen_input), has_limits=bool(limits)),
         {
             "state": state_specs,
-            **frozen_specs,
+            **frozen_input,
             "batch": _batch(program, train=True),
             "learning_rate": _SCALAR,
             **limits,
@@ -279,11 +279,10 @@ def _scaled_gradients(
     """Return gradients, multiplied by the loss scale if there is one, and metrics."""
     batch = to_ring_order(batch)
     microbatches = program.batch.microbatches
-    parameters, specs = state["parameters"], parameter_specs_of(program)
+    parameters, specs = state["parameters"], trained_specs(program)
     if (stages := program.stages) is not None:
-        gradients, metrics = pipelined_gradients(
-            program, stages, state, batch, step_key(program, state)
-        )
+        key = step_key(program, state)
+        gradients, metrics = pipelined_gradients(program, stages, state, frozen, batch, key)
         return constrain_tree(gradients, specs, "optimizer"), metrics
     objective = training_objective(program, state, frozen, batch)
     if program.batch.gradient_reduction == "per_step" and can_defer():
@@ -315,7 +314,8 @@ def _evaluate(program: ResolvedProgram) -> Graph:
         batch = to_ring_order(batch)
         weights = batch["weights"]
         if stages is not None:
-            return pipelined_loss(program, stages, parameters, batch), weights.sum()
+            count = pair_count(weights) if program.loss.kind == "dpo" else weights.sum()
+            return pipelined_loss(program, stages, parameters, frozen, batch), count
         combined = apply_lora(program.settings, parameters, frozen)
         with isolate_documents(batch.get("documents")):
             if program.loss.kind == "cross_entropy":
@@ -331,13 +331,13 @@ def _evaluate(program: ResolvedProgram) -> Graph:
     def evaluate_all(parameters: Tree, batch: Tree) -> Tree:
         return evaluate(parameters, None, batch)
 
-    frozen_specs = _frozen_input(program)
+    frozen_input = _frozen_input(program)
     return Graph(
         "evaluate",
-        evaluate if frozen_specs else evaluate_all,
+        evaluate if frozen_input else evaluate_all,
         {
-            "parameters": parameter_specs_of(program),
-            **frozen_specs,
+            "parameters": trained_specs(program),
+            **frozen_input,
             "batch": _batch(program, train=False),
         },
         {"metrics": {"loss_sum": _SCALAR, "targets": _SCALAR}},
@@ -346,7 +346,7 @@ def _evaluate(program: ResolvedProgram) -> Graph:
 
 def _evaluate_averaged(program: ResolvedProgram) -> Graph:
     """Build the evaluation of the moving average, which is sharded as optimizer state is."""
-    plain, specs = _evaluate(program), parameter_specs_of(program)
+    plain, specs = _evaluate(program), trained_specs(program)
     average = {"optimizer": {EMA: state_specs_of(program)["optimizer"][EMA]}}
 
     def parameters(state: Tree) -> Tree:
@@ -368,23 +368,15 @@ def _evaluate_averaged(program: ResolvedProgram) -> Graph:
     )
 
 
-def parameter_specs_of(program: ResolvedProgram) -> Tree:
-    """Return the ArraySpecs of the trained parameters, as a run stores them."""
-    model, adapted = open_language_model(program.model), program.adapter is not None
-    specs = unflatten(trained_arrays(program.settings)) if adapted else model.specs()
-    stages = program.stages
-    return specs if stages is None else model.pipeline_specs(specs, stages)
-
-
 def _frozen_input(program: ResolvedProgram) -> dict[str, Tree]:
     """Return the input of frozen weights; there is none if all weights are trained."""
-    frozen = frozen_arrays(program)
-    return {"frozen": unflatten(frozen)} if frozen else {}
+    specs = frozen_specs(program)
+    return {} if specs is None else {"frozen": specs}
 
 
 def state_specs_of(program: ResolvedProgram) -> Tree:
     """Return the ArraySpecs of the training state."""
-    parameters = parameter_specs_of(program)
+    parameters = trained_specs(program)
     template = jax.eval_shape(_optimizer(program).init, _shapes(parameters))
     return {
         "parameters": parameters,
@@ -403,7 +395,7 @@ def _key_shape(program: ResolvedProgram) -> tuple[int, ...]:
 
 
 def _optimizer(program: ResolvedProgram) -> optax.GradientTransformationExtraArgs:
-    model, specs = program.settings.model, parameter_specs_of(program)
+    model, specs = program.settings.model, trained_specs(program)
     mixture = None if is_imported(model) else model.moe
     rate = (mixture and mixture.bias_update_rate) or 0.0
     return make_optimizer(program.optimizer, specs, program.model.dtype, rate)

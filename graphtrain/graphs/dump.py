@@ -29,6 +29,7 @@ from graphtrain.graphs.names import KINDS, SUMMARY
 from graphtrain.graphs.objectives import metric_names, step_key, training_objective
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.pipelined_dump import layers_of_rows, recorded_gradients
+from graphtrain.graphs.weight_specs import frozen_specs, trained_specs
 from graphtrain.models.attention.ring_order import to_ring_order
 from lowering.tracing.constrain import constrain, constrain_tree
 from lowering.tracing.current_target import trace_for_target
@@ -67,7 +68,8 @@ class ArrayDump:
                     "graphtrain dump does not support pipeline parallelism of imported models "
                     f"(mesh.stage = {program.stages.stages}); use --set program.mesh.stage=1"
                 )
-            specs = model.specs()  # of the layers in order, as dumps of other meshes have them
+            # Of the layers in order, as dumps of other meshes have them.
+            specs = trained_specs(replace(program, stages=None))
         recorded, lines = _recorded(program, inputs, specs)
         arrays = all_arrays(specs, recorded, lines)
         chosen = choose(program.settings.dump.arrays, arrays)
@@ -107,7 +109,7 @@ class ArrayDump:
         """
         batch, scale = to_ring_order(batch), loss_scale(self.program, state)
         if self.program.stages is not None:
-            gradients, metrics, arrays = self._pipelined(self.program.stages, state, batch)
+            gradients, metrics, arrays = self._pipelined(self.program.stages, state, frozen, batch)
         else:
             gradients, metrics, arrays = self._accumulated(state, batch, frozen)
         gradients = unscaled(gradients, scale)
@@ -115,7 +117,7 @@ class ArrayDump:
         return gradients, metrics, unflatten(arrays)
 
     def _pipelined(
-        self, stages: Stages, state: Tree, batch: Tree
+        self, stages: Stages, state: Tree, frozen: Tree | None, batch: Tree
     ) -> tuple[Tree, Tree, dict[str, jax.Array]]:
         """Return gradients, times the loss scale, metrics and arrays of activations."""
         program, key = self.program, step_key(self.program, state)
@@ -123,6 +125,7 @@ class ArrayDump:
             program,
             stages,
             state,
+            frozen,
             batch,
             key,
             self.recorded,
@@ -272,7 +275,8 @@ def _recorded(
     They are those of one microbatch without stages, whose layers are in order.
     """
     program = replace(program, stages=None)
-    inputs = {**inputs, "state": {**inputs["state"], "parameters": specs}}
+    state = {**inputs["state"], "parameters": specs}
+    inputs = {**inputs, "state": state, "frozen": frozen_specs(program)}
 
     def trace(state: Tree, frozen: Tree | None, batch: Tree, microbatch: Tree) -> jax.Array:
         objective = training_objective(program, state, frozen, batch)
@@ -280,7 +284,7 @@ def _recorded(
 
     shapes = jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype),
-        {name: inputs.get(name) for name in ("state", "frozen", "batch")},
+        {name: inputs[name] for name in ("state", "frozen", "batch")},
     )
     inputs_of_trace = [shapes[name] for name in ("state", "frozen", "batch")]
     microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes["batch"])

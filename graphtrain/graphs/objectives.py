@@ -11,13 +11,14 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.deferred_reduction import Objective, replica_key, vary_tree
 from graphtrain.graphs.loss_scale import loss_scale, scaled, unscaled
 from graphtrain.graphs.open_model import open_language_model
+from graphtrain.graphs.preference import answer_score, pair_count, pair_mask
 from graphtrain.graphs.token_loss import weighted_loss
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.chunk_size import loss_chunk
 from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
 from graphtrain.models.layer_terms import LayerTerms
 from graphtrain.models.lora.layers import apply_lora, reference_parameters
-from graphtrain.models.loss import dpo_loss, log_probabilities
+from graphtrain.models.loss import dpo_loss
 from graphtrain.models.native import NativeModel
 from lowering.tracing.recording import record, without_recording
 from lowering.tracing.threefry import UNROLLED_THREEFRY
@@ -88,7 +89,7 @@ def token_losses(
         total: Divisor of the objective, which includes the z-loss, and of the sum.
     """
     model = open_language_model(program.model)
-    tokens, (targets, counts) = batch["tokens"], _targets_and_weights(batch)
+    tokens, targets, counts = (batch[name] for name in ("tokens", "targets", "weights"))
     if isinstance(model, NativeModel) and model.settings.mtp_loss_weight is not None:
         return losses_ahead(program, model, weights, batch, dropout_key, total)
     chunk = loss_chunk(program) if model.has_separate_head else None
@@ -130,7 +131,7 @@ def losses_ahead(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.2, https://arxiv.org/abs/2412.19437
     """
-    targets, counts = _targets_and_weights(batch)
+    targets, counts = batch["targets"], batch["weights"]
     chunk, weight = loss_chunk(program), model.settings.mtp_loss_weight
     assert weight is not None
     hidden, head, terms = model.head_inputs(weights, batch["tokens"], dropout_key=dropout_key)
@@ -158,7 +159,7 @@ def _targets_ahead(batch: Tree) -> tuple[jax.Array, jax.Array]:
 
     The last position of a sequence has none, and a document has none beyond its end.
     """
-    targets, counts = _targets_and_weights(batch)
+    targets, counts = batch["targets"], batch["weights"]
     later = jnp.pad(counts[:, 1:], ((0, 0), (0, 1)))
     if (documents := batch.get("documents")) is not None:
         same = documents[:, 1:] == documents[:, :-1]
@@ -173,11 +174,7 @@ def answer_log_probs(
     model = open_language_model(program.model)
     out, terms = model.forward(weights, batch["tokens"], dropout_key=dropout_key)
     out = record("logits", out, "batch", "seq", "vocab")
-    return log_probabilities(out, *_targets_and_weights(batch)), terms
-
-
-def _targets_and_weights(batch: Tree) -> tuple[jax.Array, jax.Array]:
-    return batch["targets"], batch["weights"]
+    return answer_score(out, batch)[0], terms
 
 
 def preference_objective(
@@ -246,20 +243,6 @@ def reference_log_probs(program: ResolvedProgram, frozen: Tree | None, batch: Tr
             program, reference_parameters(program.settings, frozen), batch
         )
     return jax.lax.stop_gradient(log_probs)
-
-
-def pair_mask(weights: jax.Array) -> jax.Array:
-    """Return 1.0 for each pair of rows in which both are answers, else 0.0: (..., batch / 2).
-
-    A row of loss weights (..., batch, seq) is an answer unless all its weights are 0.
-    """
-    answers = (weights != 0).any(-1)
-    return answers.reshape(*answers.shape[:-1], -1, 2).all(-1).astype(jnp.float32)
-
-
-def pair_count(weights: jax.Array) -> jax.Array:
-    """Return the number of pairs of answers, by their loss weights (..., batch, seq)."""
-    return pair_mask(weights).sum()
 
 
 def step_key(program: ResolvedProgram, state: Tree) -> jax.Array:

@@ -12,7 +12,9 @@ import numpy as np
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.loss_scale import loss_scale, unscaled
 from graphtrain.graphs.open_model import open_language_model
-from graphtrain.graphs.pipelined import metrics_by_name, training_pipeline
+from graphtrain.graphs.pipeline_objectives import training_pipeline
+from graphtrain.graphs.pipeline_weights import part_weights
+from graphtrain.graphs.pipelined import metrics_by_name
 from lowering.pipeline.one_f_one_b import recorded_one_f_one_b
 from lowering.pipeline.recorded import RecordedParts, Wanted
 from lowering.pipeline.schedules import recorded_pipeline_loss
@@ -26,6 +28,7 @@ def recorded_gradients(
     program: ResolvedProgram,
     stages: Stages,
     state: Tree,
+    frozen: Tree | None,
     batch: Tree,
     key: jax.Array,
     described: Mapping[str, RecordedArray],
@@ -41,6 +44,7 @@ def recorded_gradients(
         program: settings.
         stages: division of the layers.
         state: training state, its layers stored for the stages.
+        frozen: frozen weights, if any, stored alike.
         batch: arrays (microbatches, batch, seq).
         key: random key of the step.
         described: activations of one microbatch without stages, in the order of execution.
@@ -52,13 +56,13 @@ def recorded_gradients(
     model, scale = open_language_model(program.model), loss_scale(program, state)
     parameters = state["parameters"]
     if program.pipeline.schedule == "1f1b":
-        parts = model.split_for_pipeline(parameters)
+        parts = part_weights(model, parameters, frozen)
         value, of_parts, forward, backward = recorded_one_f_one_b(pipeline, parts, batch)
         of_parameters, metrics = model.merge_gradients(of_parts, parameters), value.metrics
     else:
 
-        def objective(parameters: Tree, slots: RecordedParts) -> tuple[jax.Array, tuple]:
-            parts = model.split_for_pipeline(parameters)
+        def objective(trained: Tree, slots: RecordedParts) -> tuple[jax.Array, tuple]:
+            parts = part_weights(model, trained, frozen)
             loss, recorded = recorded_pipeline_loss(pipeline, parts, batch, slots)
             return loss.objective, (loss, recorded)
 

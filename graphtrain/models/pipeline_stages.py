@@ -63,6 +63,19 @@ def pipeline_specs(specs: Mapping[str, Any], stages: Stages) -> dict[str, Any]:
     return {**specs, "layers": jax.tree.map(lambda spec: row_spec(spec, stages), specs["layers"])}
 
 
+def layers_of_chunk(stages: Stages, chunk: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Return the layer in each row of a chunk, and whether the row is a layer.
+
+    Rows of zeros, which pad shorter chunks, have the index of some layer. Without such rows, the
+    second result is None.
+    """
+    first_layer = jnp.array(np.cumsum((0, *stages.layers[:-1])))[chunk]
+    layers = first_layer + jnp.arange(stages.rows_per_chunk)
+    is_layer = layers < first_layer + jnp.array(stages.layers)[chunk]
+    last = sum(stages.layers) - 1
+    return jnp.minimum(layers, last), is_layer if stages.padding_fraction else None
+
+
 def _leading(stages: Stages) -> tuple[int, ...]:
     rows = stages.stages * stages.rows_per_chunk
     return (stages.rounds, rows) if stages.rounds > 1 else (rows,)
@@ -98,17 +111,13 @@ def decoder_pipeline(
         rows: Tree, x: jax.Array, microbatch_index: jax.Array, chunk: jax.Array
     ) -> tuple[Any, Any, Any]:
         drop, full = layer_keys(model, keys_of(microbatch_index)[1]), global_attention_layers(model)
-        first_layer = jnp.array(np.cumsum((0, *stages.layers[:-1])))[chunk]
-        row_layers = first_layer + jnp.arange(stages.rows_per_chunk)
-        # Rows of zeros may be past the end.
-        layer_indices = jnp.minimum(row_layers, model.layers - 1)
-        count = jnp.array(stages.layers)[chunk]
+        layer_indices, is_layer = layers_of_chunk(stages, chunk)
         x, terms = apply_stack(
             model,
-            merge(model, {"layers": rows}).layers,
+            merge(model, rows).layers,
             x,
             None if drop is None else drop[layer_indices],
-            row_layers < first_layer + count if stages.padding_fraction else None,
+            is_layer,
             None if full is None else full[layer_indices],
         )
         return x, *jax.tree.map(lambda term: term * term_weight, terms)
@@ -133,23 +142,24 @@ def split_for_pipeline(model: Model, parameters: Parameters) -> Tree:
     """Divide parameters as Pipeline requires: first, stages, last; a tied head is in two parts.
 
     Dense layers before those of a mixture are in the first, with the embedding: every stage runs
-    its share of the microbatches through them.
+    its share of the microbatches through them. Beside an adapter, only some of the parameters are
+    trained, and only some are frozen.
     """
     last = ("final_norm", "embedding") if model.tie_word_embeddings else ("final_norm", "head")
+    parts = {"first": _FIRST, "stages": ("layers",), "last": last}
     return {
-        "first": {name: parameters[name] for name in _FIRST if name in parameters},
-        "stages": parameters["layers"],
-        "last": {name: parameters[name] for name in last},
+        part: {name: parameters[name] for name in names if name in parameters}
+        for part, names in parts.items()
     }
 
 
 def merge_gradients(gradients: Tree) -> Tree:
     """Return the gradients before split_for_pipeline; those of a tied head are summed."""
-    embedding = gradients["first"]["embedding"]
-    merged = {**gradients["first"], **gradients["last"], "layers": gradients["stages"]}
-    if "embedding" in gradients["last"]:
-        embedding = jax.tree.map(jnp.add, embedding, gradients["last"]["embedding"])
-    return {**merged, "embedding": embedding}
+    first, last = gradients["first"], gradients["last"]
+    merged = {**gradients["stages"], **first, **last}
+    if "embedding" in first and "embedding" in last:
+        merged["embedding"] = jax.tree.map(jnp.add, first["embedding"], last["embedding"])
+    return merged
 
 
 def split_batch(batch: Tree, stages: int, devices: int) -> Tree:

@@ -18,7 +18,6 @@ from graphtrain.cost_model.traffic import bubble_of, predict_collectives
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.chunk_size import loss_chunk
-from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.models.shapes import state_arrays
 from graphtrain.planning.costs import Cost, Workload
 from graphtrain.planning.formats import format_seconds, format_share
@@ -194,8 +193,7 @@ def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[
 
 def _without_stages(program: Program) -> bool:
     """Return whether the program rules out a pipeline; see config.schema.check_pipeline."""
-    isolates_documents = not program.batch.cross_document_attention
-    return isolates_documents or has_frozen_weights(program) or program.loss.has_chunks
+    return not program.batch.cross_document_attention or program.loss.has_chunks
 
 
 def _batch_axes(model: Model, devices: int) -> Iterator[dict[str, int]]:

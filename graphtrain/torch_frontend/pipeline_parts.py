@@ -19,7 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphtrain.models.layer_terms import NO_TERMS
-from graphtrain.models.pipeline_stages import Keys, LossFunction, layers_to_rows, row_spec
+from graphtrain.models.pipeline_stages import (
+    Keys,
+    LossFunction,
+    layers_of_chunk,
+    layers_to_rows,
+    row_spec,
+)
 from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks
 from graphtrain.torch_frontend.model import OpenedModel
 from graphtrain.torch_frontend.scan_blocks import Scan, ScanHooks, StopForward, constrain_residual
@@ -54,15 +60,16 @@ class PipelineParts:
         """Split parameters into the parts "first", "stages" and "last" of a Pipeline."""
         arrays = flatten(parameters)
         paths = {"first": self.first, "stages": self.stages, "last": self.last}
-        return {part: {path: arrays[path] for path in paths[part]} for part in paths}
+        return {part: unflatten({path: arrays[path] for path in paths[part]}) for part in paths}
 
     def merge_gradients(self, gradients: Tree, parameters: Tree) -> Tree:
         """Merge gradients of the parts into the tree of `parameters`; tied weights are summed."""
 
         def total(path: str, array: jax.Array) -> jax.Array:
-            parts = [part[path] for part in gradients.values() if path in part]
+            parts = [part[path] for part in by_path if path in part]
             return reduce(jnp.add, parts) if parts else jnp.zeros_like(array)
 
+        by_path = [flatten(part) for part in gradients.values() if part]
         return unflatten({path: total(path, array) for path, array in flatten(parameters).items()})
 
 
@@ -290,24 +297,17 @@ def imported_pipeline(
 
     def first(weights: Tree, microbatch: Tree, number: jax.Array) -> jax.Array:
         inputs = microbatch["tokens"], microbatch_key(number)
+        arrays = flatten(weights)
         return constrain_residual(
-            _run_until_blocks(opened, weights, *inputs, lambda scan: scan.hidden)
+            _run_until_blocks(opened, arrays, *inputs, lambda scan: scan.hidden)
         )
 
     def stage(rows: Tree, x: jax.Array, number: jax.Array, chunk: jax.Array) -> StageResult:
-        first_layer = jnp.array(np.cumsum((0, *stages.layers[:-1])))[chunk]
-        layer_indices = first_layer + jnp.arange(stages.rows_per_chunk)
-        is_real = (
-            layer_indices < first_layer + jnp.array(stages.layers)[chunk]
-            if stages.padding_fraction
-            else None
-        )
+        layer_indices, is_layer = layers_of_chunk(stages, chunk)
 
         def run_blocks(scan: Scan) -> jax.Array:
-            keys = scan.keys()[jnp.minimum(layer_indices, scan.stack.count - 1)]
-            return scan.scan_rows(
-                x, [scan.arrays_by_name(opened.cast_parameters(rows))], keys, is_real
-            )
+            arrays = scan.arrays_by_name(opened.cast_parameters(flatten(rows)))
+            return scan.scan_rows(x, [arrays], scan.keys()[layer_indices], is_layer)
 
         shape = x.shape[:2]
         stage_tokens = jnp.zeros(shape, jnp.int32)
@@ -318,9 +318,8 @@ def imported_pipeline(
 
     def last(weights: Tree, x: jax.Array, microbatch: Tree) -> tuple[jax.Array, Any]:
         unused_tokens, unused_key = jnp.zeros(x.shape[:2], jnp.int32), jax.random.key(0)
-        out = _run_after_blocks(
-            opened, weights, x, unused_tokens, None if keys is None else unused_key
-        )
+        key = None if keys is None else unused_key
+        out = _run_after_blocks(opened, flatten(weights), x, unused_tokens, key)
         return score(out, microbatch)
 
     return Pipeline(first, stage, last, virtual_stages=stages.rounds)

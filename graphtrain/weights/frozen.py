@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.checkpoints.layer_rows import LayerRows, StackedArray, read_reordered_part
+from graphtrain.config.resolve import ResolvedProgram, layer_rows
 from graphtrain.config.schema import Model, Program, Run
 from graphtrain.models.lora.quantize import QuantizationKind, block_size, quantize
 from graphtrain.models.lora.trainable import CODES, LORA_A, LORA_B, SCALES
@@ -75,13 +76,22 @@ def load_trainable_parameters(
 
     def read_part(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
         if adapter is not None and path in adapter.arrays:
-            return adapter.arrays[path][index]
+            return _part_in_stages(adapter.arrays[path], path, shape, index, layer_rows(program))
         if path.endswith((f"/{LORA_A}", f"/{LORA_B}")):
             return np.zeros(shape, np.float32)[index]
         return read(path, shape, index)
 
     filled = flatten(fill(unflatten(paths), read_part)) if paths else {}
     return unflatten({path: filled.get(path, initialized.get(path)) for path in flatten(described)})
+
+
+def _part_in_stages(
+    array: np.ndarray, path: str, shape: tuple[int, ...], index: Index, rows: LayerRows
+) -> np.ndarray:
+    """Return a part of an array whose layers are in order, in the rows of a program's stages."""
+    layers = tuple(range(sum(layer is not None for layer in rows)))
+    in_order, target = StackedArray(path, array.shape, layers), StackedArray(path, shape, rows)
+    return read_reordered_part(target, in_order, index, lambda part: array[part], array.dtype)
 
 
 class _QuantizedWeights:
@@ -103,7 +113,7 @@ class _QuantizedWeights:
             shape: Unsharded shape of the codes or scales.
             index: The part, as an index into that shape.
         """
-        weight_shape = self._arrays[stem].shape
+        weight_shape = (*shape[:-1], self._arrays[stem].shape[-1])  # layers may be in stages
         block = block_size(weight_shape[-1])
         weights_per_entry = weight_shape[-1] // shape[-1]  # number of weights per code or per scale
         *leading, last_axis = (

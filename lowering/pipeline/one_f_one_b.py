@@ -21,6 +21,7 @@ from lowering.pipeline.recorded import (
     stage_spec,
 )
 from lowering.pipeline.schedule import (
+    PartWeights,
     Pipeline,
     PipelineLoss,
     loop_parameters,
@@ -43,6 +44,8 @@ def one_f_one_b_gradients(
     time of M + S - 1 forward and backward passes of a stage, or with V virtual stages that of
     M V + S - 1 of a chunk. A stage stores (V + 1) S - 1 inputs of chunks, independent of M.
 
+    Gradients are those of the trained weights of each part.
+
     `last` runs directly after the last stage; every stage computes 1/S of the positions, whose
     number must be a multiple of S.
     """
@@ -55,8 +58,8 @@ def recorded_one_f_one_b(
     """Compute as `one_f_one_b_gradients`; return the activations and gradients that are wanted too.
 
     Returns:
-        Objective and metrics, gradients of the parameters, activations, and the gradients of the
-        objective with respect to activations.
+        Objective and metrics, gradients of the trained parameters, activations, and the gradients
+        of the objective with respect to activations.
     """
     axes = pipeline.axes("1f1b", microbatches)
     ring, copies, manual = axes.ring, axes.copies, axes.all
@@ -79,8 +82,10 @@ def recorded_one_f_one_b(
     outputs = PartitionSpec(manual), parameter_specs, queue_spec, (of_device, of_device)
     forward_backward = map_stages(device, manual, specs, outputs)
     queue, embed_back, of_first = jax.vjp(
-        lambda weights, slots: pipeline.embed(ring, weights, microbatches, slots),
-        parameters["first"],
+        lambda trained, slots: pipeline.embed(
+            ring, parameters["first"]._replace(trained=trained), microbatches, slots
+        ),
+        parameters["first"].trained,
         _slots_of_first(pipeline, parameters["first"], microbatches),
         has_aux=True,
     )
@@ -104,7 +109,7 @@ def recorded_one_f_one_b(
     return jax.tree.map(jnp.sum, values), gradients, recorded, back
 
 
-def _slots_of_first(pipeline: Pipeline, weights: Tree, microbatches: Tree) -> Recorded:
+def _slots_of_first(pipeline: Pipeline, weights: PartWeights, microbatches: Tree) -> Recorded:
     """Return zeros for the activations of `first` whose gradients are wanted."""
     if pipeline.wanted is None:
         return {}

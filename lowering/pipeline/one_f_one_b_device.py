@@ -17,7 +17,7 @@ from jax import lax
 from lowering.pipeline.microbatch_queue import exchange_with_queue
 from lowering.pipeline.recorded import TickOrder
 from lowering.pipeline.ring import Ring, read_slot, replace_slot, zero_unless
-from lowering.pipeline.schedule import Pipeline, PipelineLoss, StageResult
+from lowering.pipeline.schedule import PartWeights, Pipeline, PipelineLoss, StageResult
 from lowering.pipeline.stored_inputs import StoredInputs
 from lowering.tracing.control_flow import compute_in_turn
 from lowering.tracing.recording import Recorded, call_recording, zero_slots
@@ -50,7 +50,8 @@ class DeviceWork:
     pipeline: Pipeline
     order: TickOrder
     copies: int  # number of devices that hold the same weights
-    parameters: Tree  # weights of this stage, and all weights of `last`
+    # PartWeights of this stage, and all of `last`
+    parameters: dict[str, PartWeights]
     shards: Tree  # positions for which this stage computes the loss, of all microbatches
 
     @property
@@ -122,15 +123,17 @@ class DeviceWork:
             is_last_chunk = ring.is_last & (this.turn == self.rounds - 1)
             gradient = jnp.where(is_last_chunk, of_loss, gradient)
 
-        def differentiated(rows: Tree, x: jax.Array, slots: Recorded) -> Any:
+        rows = self._rows(stages, this)
+
+        def differentiated(trained: Tree, x: jax.Array, slots: Recorded) -> Any:
+            weights = rows._replace(trained=trained)
             (y, terms, metrics), _ = call_recording(
-                self.pipeline.wanted and _nothing, slots, self._stage, rows, x, this
+                self.pipeline.wanted and _nothing, slots, self._stage, weights, x, this
             )
             return (y, terms), metrics
 
-        rows = self._rows(stages, this)
         slots = _slots(self.pipeline, self._stage, rows, x, this)
-        (_, terms), back, _ = jax.vjp(differentiated, rows, x, slots, has_aux=True)
+        (_, terms), back, _ = jax.vjp(differentiated, rows.trained, x, slots, has_aux=True)
         weight = jax.tree.map(lambda term: jnp.full_like(term, 1 / self.copies), terms)
         of_rows, of_x, recorded = back((gradient, weight))
         of_rows = zero_unless(this.is_real, of_rows)
@@ -164,7 +167,7 @@ class DeviceWork:
         microbatch, turn = pass_of(jnp.clip(slot, 0, count - 1), self.ring.size, self.rounds)
         return ChunkPass((slot >= 0) & (slot < count), microbatch, turn)
 
-    def _stage(self, rows: Tree, x: jax.Array, this: ChunkPass) -> StageResult:
+    def _stage(self, rows: PartWeights, x: jax.Array, this: ChunkPass) -> StageResult:
         chunk = this.turn * self.ring.size + self.ring.index
         return self.pipeline.stage(rows, x, this.microbatch, chunk)
 
@@ -197,7 +200,10 @@ def device_gradients(
     ring, phases, x = work.ring, work.order.phases, jnp.zeros_like(queue[0])
     # With virtual stages, the queue moves one tick after a gradient has arrived.
     returned = (x,) if work.rounds == 1 else (x, x)
-    zeros = jax.tree.map(jnp.zeros_like, work.parameters)
+    zeros = {
+        part: jax.tree.map(jnp.zeros_like, weights.trained)
+        for part, weights in work.parameters.items()
+    }
     carry = Carry(x, returned, queue, StoredInputs.empty(ring, work.rounds, x), zeros)
 
     early_ticks, ticks, late_ticks = phases.ticks
@@ -248,7 +254,7 @@ def _slots(pipeline: Pipeline, part: Any, *inputs: Any) -> Recorded:
 
 
 def _sharded_loss(
-    pipeline: Pipeline, ring: Ring, weights: Tree, y: jax.Array, shard: Tree
+    pipeline: Pipeline, ring: Ring, weights: PartWeights, y: jax.Array, shard: Tree
 ) -> tuple[Any, Tree, jax.Array, Recorded, Recorded]:
     """Compute the loss on the last stage's output; each stage computes its shard of the positions.
 
@@ -259,14 +265,16 @@ def _sharded_loss(
     batch, length, *rest = y.shape
     y_shard = ring.spread(y.reshape(batch, length // ring.size, ring.size, *rest), 2)
 
-    def objective(weights: Tree, y_shard: jax.Array, slots: Recorded) -> tuple[jax.Array, Any]:
+    def objective(trained: Tree, y_shard: jax.Array, slots: Recorded) -> tuple[jax.Array, Any]:
         (score, reported), recorded = pipeline.recorded(
-            pipeline.last, slots, weights, y_shard, shard
+            pipeline.last, slots, weights._replace(trained=trained), y_shard, shard
         )
         return score, (reported, recorded)
 
     slots = _slots(pipeline, pipeline.last, weights, y_shard, shard)
-    score, back, (reported, recorded) = jax.vjp(objective, weights, y_shard, slots, has_aux=True)
+    score, back, (reported, recorded) = jax.vjp(
+        objective, weights.trained, y_shard, slots, has_aux=True
+    )
     of_weights, y_shard_gradient, back_last = back(jnp.ones_like(score))
     gradient = ring.collect(y_shard_gradient, 2).reshape(y.shape)
     return (score, reported), of_weights, gradient, recorded, back_last

@@ -60,6 +60,13 @@ Scalars = Any  # a pytree of scalars
 StageResult = tuple[jax.Array, Scalars, Scalars]  # x, terms of the objective, metrics
 
 
+class PartWeights(NamedTuple):
+    """Weights of one part of a pipeline: those that get gradients, and those that are frozen."""
+
+    trained: Tree
+    frozen: Tree = None  # of any dtype
+
+
 class PipelineLoss(NamedTuple):
     """Objective and metrics, summed over all microbatches."""
 
@@ -71,18 +78,20 @@ class PipelineLoss(NamedTuple):
 class Pipeline:
     """Functions of a pipeline, applied to each microbatch; all microbatches have the same shapes.
 
-    Parameters are a tree {"first", "stages", "last"}. Arrays of "stages" have a leading axis of
-    layer rows, equally many for each stage, or with several rounds two leading axes (rounds, rows).
+    Parameters are {"first", "stages", "last"}, each PartWeights. Arrays of "stages" have a leading
+    axis of layer rows, equally many for each stage, or with several rounds two leading axes
+    (rounds, rows).
     Arrays of the microbatches have shape (microbatches, sequences, positions, ...); the number of
     microbatches is a multiple of the number of stages.
     """
 
-    first: Callable[[Tree, Tree, jax.Array], jax.Array]  # (parameters, microbatch, its index) -> x
+    # (parameters, microbatch, its index) -> x
+    first: Callable[[PartWeights, Tree, jax.Array], jax.Array]
     # (parameters of a chunk, x, indices of microbatch and chunk) -> result, whose scalars are means
     # over the sequences
-    stage: Callable[[Tree, jax.Array, jax.Array, jax.Array], StageResult]
+    stage: Callable[[PartWeights, jax.Array, jax.Array, jax.Array], StageResult]
     # (parameters, x, microbatch), or some positions of the last two -> (objective, metrics)
-    last: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Scalars]]
+    last: Callable[[PartWeights, jax.Array, Tree], tuple[jax.Array, Scalars]]
     virtual_stages: int = 1  # chunks of layers for each stage (virtual stages)
     remat: bool = True  # activation checkpointing of each stage; always on with 1f1b
     mixes_sequences: bool = (
@@ -99,12 +108,14 @@ class Pipeline:
         return call_recording(self.wanted and self.wanted.values, slots, part, *inputs)
 
     def embed(
-        self, ring: Ring, weights: Tree, microbatches: Tree, slots: Recorded
+        self, ring: Ring, weights: PartWeights, microbatches: Tree, slots: Recorded
     ) -> tuple[jax.Array, Recorded]:
         """Return the embedded microbatches in blocks; each stage computes equally many."""
         indices = jnp.arange(len(jax.tree.leaves(microbatches)[0]))
 
-        def embed_one(weights: Tree, slots: Recorded, *inputs: Any) -> tuple[jax.Array, Recorded]:
+        def embed_one(
+            weights: PartWeights, slots: Recorded, *inputs: Any
+        ) -> tuple[jax.Array, Recorded]:
             return self.recorded(self.first, slots, weights, *inputs)
 
         embed_all = jax.vmap(embed_one, in_axes=(None, 0, 0, 0), spmd_axis_name=ring.axis)

@@ -1,6 +1,7 @@
 """Adapters, frozen weights in few bits, and DPO: against one device, and against PyTorch."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -10,7 +11,15 @@ import transformers
 from programs import LLAMA, alone, batch, loaded, placed_inputs, program
 
 from graphtrain.config.resolve import resolve
-from graphtrain.config.schema import Adapter, Batch, Loss, Mesh, MixtureOfExperts
+from graphtrain.config.schema import (
+    Adapter,
+    Batch,
+    Loss,
+    Mesh,
+    MixtureOfExperts,
+    PipelineSettings,
+)
+from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.decoder import parameter_specs
 from graphtrain.weights.families import family_of_config
 from graphtrain.weights.families.family import to_decoder
@@ -49,12 +58,33 @@ def frozen_of(of, graph):
 def new_state(of):
     """The same for every mesh; whatever begins as zeros is drawn instead."""
     state = jax.device_get(loaded(alone(of), "init")(np.uint32(0))["state"])
+    return in_layout(of, state | {"parameters": unflatten(drawn(flatten(state["parameters"])))})
+
+
+def drawn(arrays):
     random = np.random.default_rng(1)
-    drawn = {
+    return {
         path: array if array.any() else random.normal(0, 0.1, array.shape).astype(np.float32)
-        for path, array in flatten(state["parameters"]).items()
+        for path, array in arrays.items()
     }
-    return state | {"parameters": unflatten(drawn)}
+
+
+def in_layout(of, tree):
+    """A state, or parameters, as a program stores them for its stages."""
+    stages = resolve(of).stages
+    if stages is None or not isinstance(tree, dict):
+        return tree
+    if "layers" in tree:
+        return jax.device_get(open_language_model(of.model).to_pipeline_layout(tree, stages))
+    return {name: in_layout(of, part) for name, part in tree.items()}
+
+
+def gradients_of(of):
+    """Loss, metrics and gradients of the first step, on the host."""
+    gradients = loaded(of, "gradients")
+    state = placed_inputs(gradients, "state", new_state(of))
+    inputs = placed_inputs(gradients, "batch", batch(of))
+    return jax.device_get(gradients(state, frozen_of(of, "gradients"), inputs))
 
 
 def same(got, want, tolerance):
@@ -111,28 +141,38 @@ def test_steps_are_those_of_one_device_with_a_base_in_four_bits():
 )
 def test_gradients_are_those_of_one_device(base, settings):
     of = program(adapter=Adapter(rank=4, alpha=8.0, base_dtype=base), **settings)
-    found = []
-    for one in (alone(of), of):
-        gradients = loaded(one, "gradients")
-        state = placed_inputs(gradients, "state", new_state(one))
-        inputs = placed_inputs(gradients, "batch", batch(one))
-        found.append(jax.device_get(gradients(state, frozen_of(one, "gradients"), inputs)))
-    same(found[1], found[0], 1e-5)
+    same(gradients_of(of), gradients_of(alone(of)), 1e-5)
 
 
-def test_a_pattern_that_names_nothing_is_refused():
-    for adapter, words in (
-        (
-            Adapter(rank=4, alpha=8.0, target_modules=("router",)),
-            r"target_modules: 'router' matches no eligible",
-        ),
-        (
-            Adapter(rank=4, alpha=8.0, modules_to_save=("haed",)),
-            r"modules_to_save: 'haed' matches no eligible.*head",
-        ),
-    ):
-        with pytest.raises(ShardingError, match=words):
-            loaded(program(model=EXPERTS, adapter=adapter), "init")
+DEEP = dataclasses.replace(LLAMA, layers=4)
+STAGES = {
+    "circular": (
+        PipelineSettings(virtual_stages=2),
+        Mesh(data=2, stage=2),
+        ("head", "final_norm/*"),
+    ),
+    "1f1b": (
+        PipelineSettings(schedule="1f1b", layers_per_stage=(3, 1)),
+        Mesh(stage=2, tensor=2),
+        ("embedding/tokens",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_stages_have_the_gradients_of_one_device(case):
+    pipeline, mesh, trained = STAGES[case]
+    of = program(
+        target="cpu:4",
+        mesh=mesh,
+        model=DEEP,
+        batch=Batch(global_batch_size=16, seq_len=16, microbatches=4),
+        adapter=Adapter(rank=4, alpha=8.0, dropout=0.2, base_dtype="nf4", modules_to_save=trained),
+        pipeline=pipeline,
+    )
+    want = gradients_of(alone(of))
+    want["gradients"] = in_layout(of, want["gradients"])
+    same(gradients_of(of), want, 1e-5)
 
 
 PREFERENCE = Loss(kind="dpo", beta=0.3, label_smoothing=0.1)
@@ -192,37 +232,130 @@ def dpo_in_torch(policy, reference, inputs):
     return total / 3, np.array(margins)
 
 
-def test_preferences_equal_pytorch():
-    of = program(loss=PREFERENCE, batch=Batch(global_batch_size=8, seq_len=16, microbatches=2))
-    inputs = pairs(program())
-    state = new_state(of)
-    base, trained = Base(LLAMA).arrays, flatten(state["parameters"])
-    trained = {path: base[path] + array for path, array in trained.items()}
-    policy = in_torch(trained)
-    loss, margins = dpo_in_torch(policy, in_torch(base), inputs)
-    loss.backward()
+PREFERENCES = {
+    "one device": {},
+    "gpipe": {
+        "target": "cpu:4",
+        "mesh": Mesh(data=2, stage=2),
+        "pipeline": PipelineSettings(schedule="gpipe"),
+    },
+    "1f1b": {
+        "target": "cpu:4",
+        "mesh": Mesh(stage=2, context=2),
+        "pipeline": PipelineSettings(schedule="1f1b"),
+    },
+}
+ADAPTED = Adapter(rank=4, alpha=8.0, target_modules=("attention/*", "mlp/up"))
 
-    train = loaded(of, "train")
-    stored = {name: array.reshape(2, 4, 16) for name, array in inputs.items()}
-    given = placed_inputs(train, "state", state | {"parameters": unflatten(trained)})
-    placed = placed_inputs(train, "batch", stored)
-    metrics = train(given, frozen_of(of, "train"), placed, np.float32(0))["metrics"]
-    assert float(metrics["loss"]) == pytest.approx(float(loss.detach()), rel=1e-5)
-    assert float(metrics["margin"]) == pytest.approx(np.mean(margins), rel=1e-4)
-    assert float(metrics["accuracy"]) == pytest.approx(np.mean(margins > 0))
-    norm = torch.sqrt(sum((each.grad**2).sum() for each in policy.parameters()))
-    assert float(metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
 
-    gradients = loaded(of, "gradients")
-    given = placed_inputs(gradients, "state", state | {"parameters": unflatten(trained)})
-    placed = placed_inputs(gradients, "batch", stored)
-    got = flatten(gradients(given, frozen_of(of, "gradients"), placed)["gradients"])
+@pytest.fixture(scope="module")
+def dpo_reference():
+    """Weights of the policy; its loss, margins and gradients in float64, by adapter."""
+
+    @functools.cache
+    def compute(adapter):
+        of = program(loss=PREFERENCE, adapter=adapter)
+        base, trained = Base(LLAMA).arrays, flatten(new_state(of)["parameters"])
+        if adapter is None:
+            trained = {path: base[path] + array for path, array in trained.items()}
+        policy = in_torch(base | merged(base, trained, adapter))
+        loss, margins = dpo_in_torch(policy, in_torch(base), pairs(program()))
+        loss.backward()
+        return unflatten(trained), float(loss.detach()), margins, torch_gradients(policy, trained)
+
+    return compute
+
+
+def merged(base, trained, adapter):
+    """The weights with which a model computes, with or without LoRA factors, in float64."""
+    if adapter is None:
+        return trained
+    paths = {path.removesuffix("/lora_a") for path in trained if path.endswith("/lora_a")}
+    return {
+        path: base[path].astype(np.float64)
+        + adapter.scale
+        * np.stack(
+            [
+                np.tensordot(first.astype(np.float64), second, 1)
+                for first, second in zip(
+                    trained[f"{path}/lora_a"], trained[f"{path}/lora_b"], strict=True
+                )
+            ]
+        )
+        for path in paths
+    }
+
+
+def torch_gradients(policy, trained):
+    """Gradients of PyTorch in the decoder's arrays; of LoRA factors by the chain rule."""
     theirs = {name: each.grad.numpy() for name, each in policy.named_parameters()}
+    found = {path: np.zeros(array.shape) for path, array in trained.items()}
     for piece in family_of_config({"model_type": "llama"}).weights(LLAMA):
-        want = to_decoder(piece, [theirs[name] for name in piece.names], LLAMA)
-        for path, array in zip(piece.row.paths, want, strict=True):
-            mine = got[path] if piece.layer is None else got[path][piece.layer]
-            np.testing.assert_allclose(mine, array, rtol=0, atol=1e-5 * np.abs(array).max())
+        decoded = to_decoder(piece, [theirs[name] for name in piece.names], LLAMA)
+        for path, array in zip(piece.row.paths, decoded, strict=True):
+            row = slice(None) if piece.layer is None else piece.layer
+            if path in found:
+                found[path][row] = array
+            elif f"{path}/lora_a" in found:
+                first, second = trained[f"{path}/lora_a"][row], trained[f"{path}/lora_b"][row]
+                outer, inner = second.ndim - 1, first.ndim - 1
+                found[f"{path}/lora_a"][row] = ADAPTED.scale * np.tensordot(
+                    array, second, (range(-outer, 0), range(1, outer + 1))
+                )
+                found[f"{path}/lora_b"][row] = ADAPTED.scale * np.tensordot(
+                    first, array, (range(inner), range(inner))
+                )
+    return unflatten(found)
+
+
+def of_preferences(of, graph, state, *more):
+    """Results of a graph for the pairs, on the host."""
+    executable = loaded(of, graph)
+    given = {name: array.reshape(2, 4, 16) for name, array in pairs(program()).items()}
+    inputs = placed_inputs(executable, "state", state), frozen_of(of, graph)
+    return jax.device_get(executable(*inputs, placed_inputs(executable, "batch", given), *more))
+
+
+def test_a_step_of_preferences_reports_the_norm_of_pytorch(dpo_reference):
+    of = program(loss=PREFERENCE, batch=Batch(global_batch_size=8, seq_len=16, microbatches=2))
+    trained, loss, _, wanted = dpo_reference(None)
+    state = new_state(of) | {"parameters": trained}
+    metrics = of_preferences(of, "train", state, np.float32(0))["metrics"]
+    norm = np.sqrt(sum((array**2).sum() for array in flatten(wanted).values()))
+    assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "adapter"),
+    [
+        ("one device", None),
+        ("one device", ADAPTED),
+        ("gpipe", None),
+        ("1f1b", ADAPTED),
+    ],
+)
+def test_preferences_equal_pytorch(case, adapter, dpo_reference):
+    parts = Batch(global_batch_size=8, seq_len=16, microbatches=2)
+    of = program(loss=PREFERENCE, batch=parts, adapter=adapter, **PREFERENCES[case])
+    trained, loss, margins, wanted = dpo_reference(adapter)
+    state = new_state(of) | {"parameters": in_layout(of, trained)}
+    got = of_preferences(of, "gradients", state)
+    assert float(got["loss"]) == pytest.approx(loss, rel=1e-5)
+    assert float(got["margin"]) == pytest.approx(np.mean(margins), rel=1e-4)
+    assert float(got["accuracy"]) == pytest.approx(np.mean(margins > 0))
+    same(got["gradients"], in_layout(of, wanted), 1e-5)
+
+
+def test_a_pair_is_not_divided_among_devices():
+    of = program(
+        target="cpu:4",
+        mesh=Mesh(data=2, stage=2),
+        loss=PREFERENCE,
+        batch=Batch(global_batch_size=4, seq_len=16, microbatches=2),
+    )
+    with pytest.raises(ShardingError, match=r"mesh.data splits a microbatch into 1 rows per"):
+        loaded(of, "train")
 
 
 def test_the_reference_of_an_adapter_is_its_base():

@@ -1,5 +1,6 @@
 """The schedules on their own, with stages that are not of a language model."""
 
+import dataclasses
 import functools
 from types import MappingProxyType
 
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec
 from unoptimized import OPTIONS
 
 from lowering.pipeline.one_f_one_b import one_f_one_b_gradients
-from lowering.pipeline.schedule import Pipeline, PipelineLoss
+from lowering.pipeline.schedule import PartWeights, Pipeline, PipelineLoss
 from lowering.pipeline.schedules import pipeline_loss
 from lowering.tracing.constrain import manual_axes, placement, use_placement
 from lowering.xla.backend import make_mesh
@@ -90,13 +91,25 @@ def compiled(run):
     return jax.jit(run, compiler_options=OPTIONS)
 
 
+def of_trained(part):
+    """A part of a pipeline that gets its trained weights alone."""
+    return lambda weights, *inputs: part(weights.trained, *inputs)
+
+
 def in_stages(pipeline, schedule, sizes=MappingProxyType({"data": 2, "stage": STAGES})):
     """A schedule of a pipeline on 8 devices, not yet compiled."""
     mesh = make_mesh(MeshShape(sizes), jax.devices())
+    pipeline = dataclasses.replace(
+        pipeline,
+        first=of_trained(pipeline.first),
+        stage=of_trained(pipeline.stage),
+        last=of_trained(pipeline.last),
+    )
 
-    def run(*arguments):
+    def run(parameters, *arguments):
+        parts = {part: PartWeights(weights) for part, weights in parameters.items()}
         with use_placement(mesh, RULES):
-            return schedule(pipeline, *arguments)
+            return schedule(pipeline, parts, *arguments)
 
     return run
 

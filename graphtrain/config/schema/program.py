@@ -307,9 +307,6 @@ def check_pipeline(program: Program, stages: int) -> Stages:
             "batch.cross_document_attention = false is not supported with a pipeline; set "
             "mesh.stage = 1, or cross_document_attention = true"
         )
-    if program.adapter is not None or program.loss.kind == "dpo":
-        setting = "program.adapter" if program.adapter is not None else 'loss.kind = "dpo"'
-        raise ShardingError(f"{setting} is not supported with a pipeline; set mesh.stage = 1")
     if program.loss.has_chunks:
         raise ShardingError(
             "loss.chunk is not supported with a pipeline, whose stages share the LM head; remove "

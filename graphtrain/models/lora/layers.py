@@ -96,27 +96,37 @@ class LoraWeight:
 Weight = jax.Array | QuantizedWeight | LoraWeight
 
 
-def apply_lora(program: Program, trained: Tree, frozen: Tree, key: jax.Array | None = None) -> Tree:
+def apply_lora(
+    program: Program,
+    trained: Tree,
+    frozen: Tree,
+    key: jax.Array | None = None,
+    layers: jax.Array | None = None,
+) -> Tree:
     """Return the decoder's parameters, built from trained and frozen weights.
 
     With an adapter every adapted weight becomes an `LoraWeight`.
 
     Args:
         program: Settings.
-        trained: Arrays of models.lora.trainable.trained_arrays.
-        frozen: Arrays of models.lora.trainable.frozen_arrays; not read if there is no adapter.
+        trained: Arrays of models.lora.trainable.trained_arrays, or those of one pipeline stage.
+        frozen: Arrays of models.lora.trainable.frozen_arrays, or those of one pipeline stage; not
+            read if there is no adapter.
         key: Random key for LoRA dropout; without it there is no dropout.
+        layers: Layer of each row of the arrays, of which the dropout depends; None: all in order.
     """
     adapter = program.adapter
     if adapter is None:
         return trained
-    weights = flatten(reference_parameters(program, frozen))
-    trained_weights = flatten(trained)
-    paths = lora_paths(program.model, adapter)
-    for index, path in enumerate(paths):
+    weights = _reference_weights(program, frozen)
+    trained_weights = flatten(trained) if trained else {}
+    for index, path in enumerate(lora_paths(program.model, adapter)):
+        if path not in weights:
+            continue  # of another stage
         keys = None
         if key is not None and adapter.dropout:
             keys = jax.random.split(jax.random.fold_in(key, index), program.model.layers)
+            keys = keys if layers is None else keys[layers]
         a, b = trained_weights.pop(f"{path}/{LORA_A}"), trained_weights.pop(f"{path}/{LORA_B}")
         weights[path] = LoraWeight(weights[path], a, b, keys, adapter.scale, adapter.dropout)
     return unflatten(weights | trained_weights)
@@ -124,8 +134,14 @@ def apply_lora(program: Program, trained: Tree, frozen: Tree, key: jax.Array | N
 
 def reference_parameters(program: Program, frozen: Tree) -> Tree:
     """Return the frozen weights alone, as parameters of the decoder."""
+    return unflatten(_reference_weights(program, frozen))
+
+
+def _reference_weights(program: Program, frozen: Tree) -> dict[str, Weight]:
+    """Return the frozen weights by path; there are none in some parts of a pipeline."""
     dtype = jnp.dtype(program.model.dtype)
-    weights, arrays = flatten(frozen), parameter_arrays(program.model)
+    weights = flatten(frozen) if frozen else {}
+    arrays = parameter_arrays(program.model)
     for path in [path for path in weights if path.endswith(f"/{CODES}")]:
         base_path = path.removesuffix(f"/{CODES}")
         codes, scales = weights.pop(path), weights.pop(f"{base_path}/{SCALES}")
@@ -141,7 +157,7 @@ def reference_parameters(program: Program, frozen: Tree) -> Tree:
                 if is_stacked
                 else weight.astype(dtype)
             )
-    return unflatten(weights)
+    return weights
 
 
 def plain_array(weight: Weight) -> jax.Array:

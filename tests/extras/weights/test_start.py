@@ -22,7 +22,7 @@ from graphtrain.config.schema import (
     Run,
 )
 from graphtrain.errors import TrainingError, WeightsError
-from graphtrain.graphs.build import parameter_specs_of
+from graphtrain.graphs.weight_specs import trained_specs
 from graphtrain.models.decoder import parameter_specs
 from graphtrain.models.lora.quantize import fake_quantize
 from graphtrain.models.pipeline_stages import to_pipeline_layout
@@ -79,7 +79,7 @@ def test_layers_come_in_the_order_of_stages_and_the_vocabulary_is_padded(convert
     program = resolve(made.program)
     weights = open_initial_weights(program.model, made.run)
     assert weights is not None
-    got = load_initial_parameters(weights, program, parameter_specs_of(program), in_halves)
+    got = load_initial_parameters(weights, program, trained_specs(program), in_halves)
     whole = {}
     for path, spec in flatten(parameter_specs(weights.model)).items():
         layers = range(5) if path.startswith("layers/") else [None]
