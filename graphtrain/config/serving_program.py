@@ -40,6 +40,12 @@ def serving_program(program: ResolvedProgram) -> ResolvedProgram:
             'set it to "bfloat16"'
         )
     settings, serve = program.settings, program.settings.serve
+    if settings.adapter is not None and is_imported(settings.model):
+        raise ShardingError(
+            "program.adapter of model.hf or model.torch cannot be merged for generation and "
+            "serving; export the run (graphtrain convert graphtrain-to-hf RUN FOLDER), and "
+            "generate with run.init_from = FOLDER, without [program.adapter]"
+        )
     sizes = dict(program.mesh.axes)
     folded = [sizes.pop(axis, 1) for axis in ("stage", "context")]
     sizes["fsdp"] = sizes.get("fsdp", 1) * folded[0] * folded[1]

@@ -1,9 +1,14 @@
 """Native equivalent of an imported PyTorch model, for estimates that need its sizes."""
 
+import re
 from dataclasses import replace
 
-from graphtrain.config.schema import FlaxModel, Model, Program, is_imported
+from graphtrain.config.schema import Adapter, FlaxModel, Model, Program, is_imported
 from graphtrain.errors import PlanError
+
+# What transformers calls them.
+_NAMES_HEAD = re.compile(r"(lm_head|embed_out)\b")
+_NAMES_EMBEDDING = re.compile(r"(embed_tokens|wte|embed_in|word_embeddings)\b")
 
 
 def sizes_unknown(program: Program) -> bool:
@@ -29,7 +34,25 @@ def with_native_model(program: Program) -> Program:
     if native is program.model:
         return program
     loss = replace(program.loss, chunk="none")  # a PyTorch module computes its own logits
-    return replace(program, model=native, loss=loss)
+    return replace(program, model=native, loss=loss, adapter=_native_adapter(program, native))
+
+
+def _native_adapter(program: Program, native: Model) -> Adapter | None:
+    """Return the adapter of an imported model, as one of all matrices of the native model.
+
+    The names of its patterns are those of a module; of what is trained in full, the embedding and
+    the LM head matter.
+    """
+    if program.adapter is None:
+        return None
+    saved = set()
+    for pattern in program.adapter.modules_to_save:
+        if _NAMES_HEAD.search(pattern) and not native.tie_word_embeddings:
+            saved.add("head")
+        elif _NAMES_HEAD.search(pattern) or _NAMES_EMBEDDING.search(pattern):
+            saved.add("embedding/tokens")
+    names = tuple(sorted(saved))
+    return replace(program.adapter, target_modules=("*",), modules_to_save=names)
 
 
 def _native(program: Program, *, build: bool = True) -> Model | None:

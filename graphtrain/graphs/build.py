@@ -5,7 +5,6 @@ trained ones. Frozen weights, the base of an adapter or DPO's reference model, a
 own, "frozen". Values that change often but not the code, such as the learning rate, are inputs.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -50,8 +49,7 @@ from graphtrain.graphs.weight_specs import frozen_specs, trained_specs
 from graphtrain.models.attention.ring_order import to_ring_order
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.compute_dtype import check_compute_dtype
-from graphtrain.models.lora.layers import apply_lora
-from graphtrain.models.lora.trainable import LORA_A, trained_arrays
+from graphtrain.models.lora.trainable import LORA_A
 from graphtrain.models.loss import dpo_loss
 from graphtrain.models.optimizer_state import EMA
 from graphtrain.models.optimizer_support import check_optimizer
@@ -131,13 +129,14 @@ def _initialise(program: ResolvedProgram, key: jax.Array) -> Tree:
     """
     if program.adapter is None:
         return open_language_model(program.model).initialize(key)
-    specs = trained_arrays(program.settings)
+    model = open_language_model(program.model)
+    specs = flatten(model.trained_specs(program.settings))
 
     def initial_value(path: str, index: int) -> jax.Array:
         spec = specs[path]
         if not path.endswith(f"/{LORA_A}"):
             return jnp.zeros(spec.shape)
-        bound = math.prod(spec.shape[1:-1]) ** -0.5  # Kaiming uniform with a = sqrt(5)
+        bound = model.lora_inputs(spec) ** -0.5  # Kaiming uniform with a = sqrt(5)
         array_key = jax.random.fold_in(key, index)
         return jax.random.uniform(array_key, spec.shape, minval=-bound, maxval=bound)
 
@@ -316,7 +315,8 @@ def _evaluate(program: ResolvedProgram) -> Graph:
         if stages is not None:
             count = pair_count(weights) if program.loss.kind == "dpo" else weights.sum()
             return pipelined_loss(program, stages, parameters, frozen, batch), count
-        combined = apply_lora(program.settings, parameters, frozen)
+        model = open_language_model(program.model)
+        combined = model.apply_lora(program.settings, parameters, frozen)
         with isolate_documents(batch.get("documents")):
             if program.loss.kind == "cross_entropy":
                 return token_losses(program, combined, batch)[0][1], weights.sum()

@@ -17,7 +17,6 @@ from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.chunk_size import loss_chunk
 from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
 from graphtrain.models.layer_terms import LayerTerms
-from graphtrain.models.lora.layers import apply_lora, reference_parameters
 from graphtrain.models.loss import dpo_loss
 from graphtrain.models.native import NativeModel
 from lowering.tracing.recording import record, without_recording
@@ -214,7 +213,8 @@ def _forward_with(
     """
     key, adapter = step_key(program, state), program.adapter
     adapter_has_dropout = adapter is not None and bool(adapter.dropout)
-    model_has_dropout = open_language_model(program.model).has_dropout
+    model = open_language_model(program.model)
+    model_has_dropout = model.has_dropout
 
     def run(parameters: Tree, microbatch: Tree, index: Any) -> tuple[Any, jax.Array | float, Tree]:
         dropout_key = (
@@ -222,7 +222,7 @@ def _forward_with(
             if adapter_has_dropout or model_has_dropout
             else None
         )
-        weights = apply_lora(program.settings, parameters, vary_tree(frozen), dropout_key)
+        weights = model.apply_lora(program.settings, parameters, vary_tree(frozen), dropout_key)
         model_dropout_key = dropout_key if model_has_dropout else None
         with isolate_documents(microbatch.get("documents")):
             output, terms = compute(program, weights, microbatch, model_dropout_key)
@@ -239,9 +239,9 @@ def reference_log_probs(program: ResolvedProgram, frozen: Tree | None, batch: Tr
     The reference model is the frozen weights alone, without LoRA.
     """
     with isolate_documents(batch.get("documents")), without_recording():
-        log_probs, _ = answer_log_probs(
-            program, reference_parameters(program.settings, frozen), batch
-        )
+        model = open_language_model(program.model)
+        reference = model.reference_parameters(program.settings, frozen)
+        log_probs, _ = answer_log_probs(program, reference, batch)
     return jax.lax.stop_gradient(log_probs)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.models.lora.layers import apply_lora, reference_parameters
+from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.pipeline_stages import Keys, layers_of_chunk
 from graphtrain.models.protocol import LanguageModel
 from lowering.pipeline.schedule import PartWeights, Pipeline, Scalars, StageResult
@@ -45,21 +45,23 @@ def with_adapter(
         stages: Division of the layers.
         keys: Dropout key of each microbatch, for LoRA dropout; None disables it.
     """
+    model = open_language_model(program.model)
 
     def combine(weights: PartWeights, index: Any = None, chunk: Any = None) -> Tree:
         key = layers = None
         if keys is not None and chunk is not None:
             key, (layers, _) = keys(index), layers_of_chunk(stages, chunk)
-        return apply_lora(program.settings, weights.trained, weights.frozen, key, layers)
+        return model.apply_lora(program.settings, weights.trained, weights.frozen, key, layers)
 
     return _with_weights(pipeline, combine)
 
 
 def reference_pipeline(pipeline: Pipeline, program: ResolvedProgram) -> Pipeline:
     """Return a model's pipeline that takes the same weights, and uses the frozen ones alone."""
+    model = open_language_model(program.model)
 
     def combine(weights: PartWeights, index: Any = None, chunk: Any = None) -> Tree:
-        return reference_parameters(program.settings, weights.frozen)
+        return model.reference_parameters(program.settings, weights.frozen)
 
     return _with_weights(pipeline, combine)
 

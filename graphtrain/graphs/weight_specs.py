@@ -2,21 +2,19 @@
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.open_model import open_language_model
-from graphtrain.models.lora.trainable import frozen_arrays, trained_arrays
-from lowering.trees import Tree, unflatten
+from lowering.trees import Tree
 
 
 def trained_specs(program: ResolvedProgram) -> Tree:
     """Return the ArraySpecs of the trained parameters, as a run stores them."""
-    if program.adapter is None:
-        return _in_stages(program, open_language_model(program.model).specs())
-    return _in_stages(program, unflatten(trained_arrays(program.settings)))
+    model = open_language_model(program.model)
+    return _in_stages(program, model.trained_specs(program.settings))
 
 
 def frozen_specs(program: ResolvedProgram) -> Tree | None:
     """Return the ArraySpecs of the frozen weights; None if all weights are trained."""
-    frozen = frozen_arrays(program)
-    return _in_stages(program, unflatten(frozen)) if frozen else None
+    specs = open_language_model(program.model).frozen_specs(program)
+    return None if specs is None else _in_stages(program, specs)
 
 
 def _in_stages(program: ResolvedProgram, specs: Tree) -> Tree:

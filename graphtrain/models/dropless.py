@@ -13,15 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from graphtrain.models.grouped_matmul import arrange, grouped_matmul
 from graphtrain.models.grouped_matmul_support import BLOCK, why_no_grouped_matmul
+from graphtrain.models.matmul import dot
 from graphtrain.models.projection import PROJECTION
 from lowering.tracing.constrain import mesh_axes_of, placement
 from lowering.tracing.current_target import traced_target
@@ -34,13 +36,32 @@ if TYPE_CHECKING:
 GateUpFunction = Callable[[list[jax.Array]], jax.Array]
 
 
+class ExpertWeight(NamedTuple):
+    """Matrices of experts (experts, in, out), and their LoRA factors with the scale in one."""
+
+    weight: Any
+    a: Any = None  # (experts, in, rank); None: no adapter
+    b: Any = None  # (experts, rank, out)
+
+    def with_factors(self, other: ExpertWeight) -> ExpertWeight:
+        """Return `other`, without factors where this has none."""
+        return other if self.a is not None else ExpertWeight(other.weight)
+
+    def merged(self, dtype: DTypeLike) -> jax.Array:
+        """Return the weights plus the products of the factors."""
+        if self.a is None:
+            return self.weight.astype(dtype)
+        product = dot("xir,xro->xio", self.a, self.b, jnp.float32)
+        return (self.weight.astype(jnp.float32) + product).astype(dtype)
+
+
 def dropless_experts(
     combine: GateUpFunction,
     x: Float[Array, "batch seq embed"],
     shares: Float[Array, "batch seq choices"],
     experts: Int[Array, "batch seq choices"],
-    gate_up: list[jax.Array],
-    down: jax.Array,
+    gate_up: list[ExpertWeight],
+    down: ExpertWeight,
     biases: list[jax.Array] | None = None,
 ) -> Float[Array, "batch seq embed"]:
     """Apply to each token the experts that it chose, without dropping any (dropless MoE).
@@ -53,6 +74,8 @@ def dropless_experts(
         gate_up: Gate and up weights, or up alone, each (experts, embed, mlp).
         down: Down weights (experts, mlp, embed).
         biases: Biases (experts, mlp) of the products with `gate_up`; without them, there are none.
+
+    LoRA factors are added to the products; kernels multiply by the merged weights.
     """
     biases = biases or []
     context = placement()
@@ -66,9 +89,12 @@ def dropless_experts(
     if context is None or not axes:
         return run((), (), x, shares, experts, gate_up, down, biases)
     token_spec = PartitionSpec(*tokens)
-    gate_up_spec = PartitionSpec(expert_axes or None, None, mlp_axes or None)
-    down_spec = PartitionSpec(expert_axes or None, mlp_axes or None)
-    weight_specs = [gate_up_spec] * len(gate_up), down_spec, [down_spec] * len(biases)
+    expert, mlp = expert_axes or None, mlp_axes or None
+    whole = PartitionSpec(expert)
+    wide, narrow = PartitionSpec(expert, None, mlp), PartitionSpec(expert, mlp)
+    gate_up_specs = [each.with_factors(ExpertWeight(wide, whole, wide)) for each in gate_up]
+    down_spec = down.with_factors(ExpertWeight(narrow, narrow, whole))
+    weight_specs = gate_up_specs, down_spec, [narrow] * len(biases)
     return jax.shard_map(
         partial(run, expert_axes, mlp_axes),
         mesh=context.current_mesh,
@@ -86,8 +112,8 @@ def _sorted_experts(
     x: jax.Array,
     shares: jax.Array,
     experts: jax.Array,
-    gate_up_weights: list[jax.Array],
-    down: jax.Array,
+    gate_up_weights: list[ExpertWeight],
+    down: ExpertWeight,
     biases: list[jax.Array],
 ) -> jax.Array:
     """Apply the experts of this device to the tokens of all devices that share them.
@@ -109,13 +135,13 @@ def _sorted_experts(
         tokens = [_gather(array, expert_axes) for array in tokens]
     x, shares, experts = tokens
     shards = jax.lax.axis_size(expert_axes) if expert_axes else 1
-    first_expert = jax.lax.axis_index(expert_axes) * len(down) if expert_axes else 0
-    is_local = (experts >= first_expert) & (experts < first_expert + len(down))
-    local_experts = jnp.where(is_local, experts - first_expert, len(down))
+    first_expert = jax.lax.axis_index(expert_axes) * len(down.weight) if expert_axes else 0
+    is_local = (experts >= first_expert) & (experts < first_expert + len(down.weight))
+    local_experts = jnp.where(is_local, experts - first_expert, len(down.weight))
     local_shares = jnp.where(is_local, shares, 0)
     apply = (
         _experts_in_blocks
-        if _has_grouped_matmul(down, experts.size)
+        if _has_grouped_matmul(down.weight, experts.size)
         else _experts_by_ragged_product
     )
     total = apply(combine, x, local_shares, local_experts, gate_up_weights, down, biases, shards)
@@ -151,8 +177,8 @@ def _experts_by_ragged_product(
     x: jax.Array,
     shares: jax.Array,
     experts: jax.Array,
-    gate_up_weights: list[jax.Array],
-    down: jax.Array,
+    gate_up_weights: list[ExpertWeight],
+    down: ExpertWeight,
     biases: list[jax.Array],
     shards: int,
 ) -> jax.Array:
@@ -172,9 +198,16 @@ def _experts_by_ragged_product(
     chosen, sort_key = experts.shape[-1], experts.reshape(-1)
     order = jnp.argsort(sort_key, stable=True)  # choices of other devices' experts sort last
     # A sum of comparisons: bincount is an integer scatter-add, which Neuron does not support.
-    sizes = (sort_key[:, None] == jnp.arange(len(down))).sum(0, dtype=jnp.int32)
+    sizes = (sort_key[:, None] == jnp.arange(len(down.weight))).sum(0, dtype=jnp.int32)
     rows = jnp.take(x, order // chosen, axis=0)
-    product = partial(_ragged, sizes=sizes)
+
+    def product(rows: jax.Array, of_experts: ExpertWeight) -> jax.Array:
+        result = _ragged(rows, of_experts.weight, sizes)
+        if of_experts.a is None or of_experts.b is None:
+            return result
+        with jax.named_scope("adapter"):
+            return result + _ragged(_ragged(rows, of_experts.a, sizes), of_experts.b, sizes)
+
     projections = [checkpoint_name(product(rows, w), PROJECTION) for w in gate_up_weights]
     of_rows = [jnp.take(bias, sort_key[order], axis=0, mode="clip") for bias in biases]
     hidden = combine(add_biases(projections, of_rows))
@@ -188,14 +221,14 @@ def _experts_in_blocks(
     x: jax.Array,
     shares: jax.Array,
     experts: jax.Array,
-    gate_up_weights: list[jax.Array],
-    down: jax.Array,
+    gate_up_weights: list[ExpertWeight],
+    down: ExpertWeight,
     biases: list[jax.Array],
     shards: int,
 ) -> jax.Array:
     """Return what _experts_by_ragged_product does, with grouped matrix products."""
     chosen = experts.shape[-1]
-    blocks = arrange(experts.reshape(-1), len(down))
+    blocks = arrange(experts.reshape(-1), len(down.weight))
     tokens = (
         jnp.full(blocks.rows, len(x))
         .at[blocks.slots]
@@ -203,10 +236,10 @@ def _experts_in_blocks(
     )  # padding is a row of zeros
     rows = jnp.take(x, tokens, axis=0, mode="fill", fill_value=0)
     # The last block of an expert is half full on average.
-    expected = experts.size // shards + len(down) * BLOCK // 2
+    expected = experts.size // shards + len(down.weight) * BLOCK // 2
 
-    def product(rows: jax.Array, weights: jax.Array) -> jax.Array:
-        out = grouped_matmul(rows, weights.astype(rows.dtype), blocks, expected)
+    def product(rows: jax.Array, weights: ExpertWeight) -> jax.Array:
+        out = grouped_matmul(rows, weights.merged(rows.dtype), blocks, expected)
         return checkpoint_name(out, PROJECTION)
 
     of_rows = [jnp.repeat(bias[blocks.experts], BLOCK, axis=0) for bias in biases]

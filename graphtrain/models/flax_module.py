@@ -14,7 +14,8 @@ from sharding_rules.errors import ShardingError
 if TYPE_CHECKING:
     import jax
 
-    from graphtrain.config.schema import FlaxModel
+    from graphtrain.config.resolve import ResolvedProgram
+    from graphtrain.config.schema import FlaxModel, Program
     from graphtrain.models.attention.kv_cache import CacheRows
     from graphtrain.models.protocol import LogitsReader
     from lowering.trees import Tree
@@ -115,6 +116,30 @@ class FlaxLanguageModel(ModuleFacts):
                 'them, for example nnx.Param(..., axes=("embed", "mlp"))'
             )
         return ArraySpec(array.shape, tuple(axes or (None,) * len(array.shape)), "float32")
+
+    # Weights are trained in full: the configuration refuses adapters and DPO
+
+    def trained_specs(self, program: Program) -> Tree:
+        return self.specs()
+
+    def frozen_specs(self, program: ResolvedProgram) -> None:
+        return None
+
+    def apply_lora(
+        self,
+        program: Program,
+        trained: Tree,
+        frozen: Tree | None,
+        key: jax.Array | None = None,
+        layers: jax.Array | None = None,
+    ) -> Tree:
+        return trained
+
+    def lora_inputs(self, spec: ArraySpec) -> NoReturn:
+        raise AssertionError("program.adapter")
+
+    def reference_parameters(self, program: Program, frozen: Tree | None) -> NoReturn:
+        raise AssertionError('program.loss.kind = "dpo"')
 
     # Not supported
 

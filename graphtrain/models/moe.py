@@ -22,10 +22,10 @@ from graphtrain.config.schema import Model
 from graphtrain.models import init
 from graphtrain.models.activations import ACTIVATIONS
 from graphtrain.models.attention.ring_order import positions
-from graphtrain.models.dropless import add_biases, dropless_experts
+from graphtrain.models.dropless import ExpertWeight, add_biases, dropless_experts
 from graphtrain.models.flops import is_gated
 from graphtrain.models.layer_terms import LayerTerms
-from graphtrain.models.lora.layers import plain_array
+from graphtrain.models.lora.layers import LoraWeight, plain_array
 from graphtrain.models.matmul import dot
 from graphtrain.models.projection import PROJECTION, project, project_many
 from graphtrain.models.quantized_matmul import parameter_dot
@@ -128,8 +128,11 @@ class MixtureMLP(nnx.Module):
     def _wide_names(self) -> tuple[str, ...]:
         return ("gate", "up") if is_gated(self.model) else ("up",)
 
-    def _weights(self, name: str) -> jax.Array:
-        return plain_array(getattr(self, name).get_value())
+    def _weights(self, name: str) -> ExpertWeight:
+        value = getattr(self, name).get_value()
+        if isinstance(value, LoraWeight):
+            return ExpertWeight(plain_array(value.weight), value.a, value.b * value.scale)
+        return ExpertWeight(plain_array(value))
 
     def _within_capacity(
         self, x: jax.Array, shares: jax.Array, experts: jax.Array, capacity: float
@@ -176,7 +179,7 @@ class MixtureMLP(nnx.Module):
         activate = ACTIVATIONS[self.model.activation]
         projections = [
             constrain(
-                parameter_dot((name, "experts"), "bxce,xem->bxcm", buffer, self._weights(name)),
+                self._of_slots(name, "bxce,xem->bxcm", buffer),
                 *("dispatch_batch", "experts", "capacity", "mlp"),
             )
             for name in self._wide_names()
@@ -184,11 +187,21 @@ class MixtureMLP(nnx.Module):
         projections = [checkpoint_name(projection, PROJECTION) for projection in projections]
         biases = [bias[:, None] for bias in self._wide_biases()]
         hidden = activate(*add_biases(projections, biases))
-        product = parameter_dot(
-            ("down", "experts"), "bxcm,xme->bxce", hidden, self._weights("down")
-        )
-        out = checkpoint_name(product, PROJECTION)
+        out = checkpoint_name(self._of_slots("down", "bxcm,xme->bxce", hidden), PROJECTION)
         return constrain(out, "dispatch_batch", "experts", "capacity", "embed")
+
+    def _of_slots(self, name: str, equation: str, slots: jax.Array) -> jax.Array:
+        """Multiply the slots of each expert by its matrix."""
+        inputs, results = equation.split("->")
+        rows, (expert, contracted, output) = inputs.split(",")
+        low_rank = results.replace(output, "r")
+        weights = self._weights(name)
+        product = parameter_dot((name, "experts"), equation, slots, weights.weight)
+        if weights.a is None or weights.b is None:
+            return product
+        with jax.named_scope("adapter"):
+            ranks = dot(f"{rows},{expert}{contracted}r->{low_rank}", slots, weights.a)
+            return product + dot(f"{low_rank},{expert}r{output}->{results}", ranks, weights.b)
 
     def _dropless(self, x: jax.Array, shares: jax.Array, experts: jax.Array) -> jax.Array:
         activate = ACTIVATIONS[self.model.activation]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
+
+from lowering.trees import unflatten
 
 if TYPE_CHECKING:
     import jax
 
-    from graphtrain.config.schema import Model
+    from graphtrain.config.resolve import ResolvedProgram
+    from graphtrain.config.schema import Model, Program
     from graphtrain.models.attention.cache_layout import CachedLayer
     from graphtrain.models.attention.kv_cache import CacheRows
     from graphtrain.models.layer_terms import LayerTerms
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
     from graphtrain.models.protocol import LogitsReader
     from lowering.pipeline.schedules import Pipeline
     from lowering.trees import Tree
+    from sharding_rules.arrays import ArraySpec
     from sharding_rules.pipeline import Stages
 
 
@@ -69,6 +74,41 @@ class NativeModel:
         from graphtrain.models import decoder
 
         return decoder.logits_of(self.settings, parameters, hidden)
+
+    def trained_specs(self, program: Program) -> Tree:
+        from graphtrain.models.lora import trainable
+
+        if program.adapter is None:
+            return self.specs()
+        return unflatten(trainable.trained_arrays(program))
+
+    def frozen_specs(self, program: ResolvedProgram) -> Tree | None:
+        from graphtrain.models.lora import trainable
+
+        frozen = trainable.frozen_arrays(program)
+        return unflatten(frozen) if frozen else None
+
+    def lora_inputs(self, spec: ArraySpec) -> int:
+        of_one = ("layers", "experts", "rank")
+        sizes = zip(spec.axes, spec.shape, strict=True)
+        return math.prod(size for axis, size in sizes if axis not in of_one)
+
+    def apply_lora(
+        self,
+        program: Program,
+        trained: Tree,
+        frozen: Tree | None,
+        key: jax.Array | None = None,
+        layers: jax.Array | None = None,
+    ) -> Tree:
+        from graphtrain.models.lora.layers import apply_lora
+
+        return apply_lora(program, trained, frozen, key, layers)
+
+    def reference_parameters(self, program: Program, frozen: Tree | None) -> Tree:
+        from graphtrain.models.lora.layers import reference_parameters
+
+        return reference_parameters(program, frozen)
 
     @property
     def layer_metrics(self) -> tuple[str, ...]:

@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 
     import jax
 
+    from graphtrain.config.resolve import ResolvedProgram
+    from graphtrain.config.schema import Program
     from graphtrain.models.attention.cache_layout import CachedLayer
     from graphtrain.models.attention.kv_cache import CacheRows
     from graphtrain.models.layer_terms import LayerTerms
     from graphtrain.models.pipeline_stages import Keys, LossFunction
     from lowering.pipeline.schedules import Pipeline
     from lowering.trees import Tree
+    from sharding_rules.arrays import ArraySpec
     from sharding_rules.pipeline import Stages
 
     # Reads the logits of a decode step from a function that computes those (batch, count, vocab) of
@@ -73,6 +76,52 @@ class LanguageModel(Protocol):
     @property
     def layer_metrics(self) -> tuple[str, ...]:
         """Return the names of the metrics in the terms of the layers."""
+        ...
+
+    # Adapters and reference models
+
+    def trained_specs(self, program: Program) -> Tree:
+        """Return the tree of arrays with gradients, as ArraySpecs; its layers are in order.
+
+        Raises:
+            ShardingError: a pattern of the adapter matches nothing.
+        """
+        ...
+
+    def frozen_specs(self, program: ResolvedProgram) -> Tree | None:
+        """Return the tree of frozen arrays, as ArraySpecs; None if all weights are trained.
+
+        Raises:
+            ShardingError: a pattern of the adapter matches nothing, or an array cannot be
+                quantized.
+        """
+        ...
+
+    def lora_inputs(self, spec: ArraySpec) -> int:
+        """Return the number of inputs of a weight, by the spec of its factor `lora_a`."""
+        ...
+
+    def apply_lora(
+        self,
+        program: Program,
+        trained: Tree,
+        frozen: Tree | None,
+        key: jax.Array | None = None,
+        layers: jax.Array | None = None,
+    ) -> Tree:
+        """Return the parameters, built from trained and frozen arrays or those of one stage.
+
+        Args:
+            program: settings.
+            trained: trained arrays.
+            frozen: frozen arrays; not read if there is no adapter.
+            key: random key for LoRA dropout; None disables it.
+            layers: layer of each row of the arrays; None: all in order.
+        """
+        ...
+
+    def reference_parameters(self, program: Program, frozen: Tree | None) -> Tree:
+        """Return frozen arrays, all or those of one stage, as parameters of DPO's reference."""
         ...
 
     # Pipeline parallelism

@@ -218,7 +218,8 @@ def checkpoint_loss(
             parameters = initial_weights.parameters(described)
         weights = (parameters,)
         if initial_weights is not None and has_frozen_weights(program.settings):
-            weights = parameters, initial_weights.frozen(evaluate.inputs("frozen"))
+            frozen = initial_weights.frozen(evaluate.inputs("frozen"), described)
+            weights = parameters, frozen
         rows = BatchPlacement(evaluate.inputs("batch"), program.target).rows
         batches = on_all_ranks(
             lambda: validation_batches(

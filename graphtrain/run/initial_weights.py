@@ -15,6 +15,7 @@ from graphtrain.models.optimizer_state import copies_of_weights
 from lowering.trees import Tree
 
 if TYPE_CHECKING:
+    from graphtrain.weights.imported_peft import ImportedPeftAdapter
     from graphtrain.weights.peft import PeftAdapter
     from graphtrain.weights.sources import WeightSource
     from graphtrain.weights.torch_modules import HuggingFaceWeights
@@ -26,7 +27,8 @@ class InitialWeights:
 
     program: ResolvedProgram
     weights: WeightSource | HuggingFaceWeights
-    adapter: PeftAdapter | None  # initial LoRA adapter, from run.init_adapter_from
+    # initial LoRA adapter, from run.init_adapter_from
+    adapter: PeftAdapter | ImportedPeftAdapter | None
 
     @classmethod
     def open(cls, program: ResolvedProgram, run: Run, *, resuming: bool) -> InitialWeights | None:
@@ -57,7 +59,6 @@ class InitialWeights:
         from graphtrain.weights.base import verify_adapter_settings, verify_base
         from graphtrain.weights.frozen import open_adapter
 
-        weights = _as_source(weights)
         if resuming:
             verify_adapter_settings(program.adapter, Path(run.directory))
             verify_base(weights, Path(run.directory))
@@ -76,7 +77,7 @@ class InitialWeights:
         with write_errors(directory):
             copy_hf_files_to_run(self.weights, directory)
         if has_frozen_weights(self.program.settings):
-            record_base(_as_source(self.weights), directory)
+            record_base(self.weights, directory)
 
     def parameters(self, array_specs: Tree, init_parameters: Tree | None = None) -> Tree:
         """Return the trained parameters, on the devices.
@@ -92,25 +93,28 @@ class InitialWeights:
             return load_initial_parameters(self.weights, self.program, array_specs, self._fill)
         from graphtrain.weights.frozen import load_trainable_parameters
 
-        weights = _as_source(self.weights)
         return load_trainable_parameters(
-            weights, self.adapter, self.program, array_specs, self._fill, init_parameters
+            self.weights, self.adapter, self.program, array_specs, self._fill, init_parameters
         )
 
     @property
     def source(self) -> WeightSource:
-        """Return the weights that an adapter belongs to."""
-        return _as_source(self.weights)
+        """Return the weights that the adapter of a native model belongs to."""
+        from graphtrain.weights.torch_modules import HuggingFaceWeights
 
-    def frozen(self, described: Tree) -> Tree:
+        assert not isinstance(self.weights, HuggingFaceWeights)
+        return self.weights
+
+    def frozen(self, described: Tree, trained: Tree) -> Tree:
         """Return the frozen weights, on the devices.
 
         Args:
             described: Shapes, dtypes and shardings.
+            trained: Those of the trained parameters, which the same folder may contain.
         """
         from graphtrain.weights.frozen import load_frozen_parameters
 
-        return load_frozen_parameters(_as_source(self.weights), self.program, described, self._fill)
+        return load_frozen_parameters(self.weights, self.program, described, self._fill, trained)
 
     @property
     def _fill(self):
@@ -146,11 +150,3 @@ def _load_copy(initial_weights: InitialWeights, path: str, state: Tree, describe
     new = arrays[name] if initial_weights.program.adapter is not None else None
     arrays[name] = None  # frees the random weights
     arrays[name] = initial_weights.parameters(specs[name], new)
-
-
-def _as_source(weights: WeightSource | HuggingFaceWeights) -> WeightSource:
-    """Narrow the type: the configuration refuses frozen weights of an imported model."""
-    from graphtrain.weights.torch_modules import HuggingFaceWeights
-
-    assert not isinstance(weights, HuggingFaceWeights)
-    return weights

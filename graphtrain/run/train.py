@@ -256,7 +256,8 @@ def _train_until_rewound(
         step = programs["train"]
         frozen = ()
         if initial_weights is not None and has_frozen_weights(program.settings):
-            frozen = (initial_weights.frozen(step.inputs("frozen")),)
+            trained = step.inputs("state")["parameters"]
+            frozen = (initial_weights.frozen(step.inputs("frozen"), trained),)
         if restored is not None:
             _restore_position(phases.loader, restored, changes, start)
         rewinds = [] if fresh else rewinds_to(directory, start)

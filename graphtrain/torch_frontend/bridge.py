@@ -30,6 +30,7 @@ from graphtrain.models.decoder import embedding_lookup
 from graphtrain.models.matmul import dot
 from graphtrain.models.projection import PROJECTION
 from graphtrain.torch_frontend import private_torch
+from graphtrain.torch_frontend.adapted_parameter import AdaptedTensor, is_adapted
 from graphtrain.torch_frontend.attention import (
     causal_attention,
     dense_attention,
@@ -136,8 +137,14 @@ class TraceEnvironment(TorchaxEnvironment):
             self._attention = previous
 
     def wrap(self, tree: Any) -> Any:
-        """Wrap a tree of JAX arrays as torch tensors."""
-        return jax.tree.map(lambda array: Tensor(array, self), tree)
+        """Wrap a tree of JAX arrays, or adapted parameters, as torch tensors."""
+
+        def tensor(leaf: Any) -> Tensor:
+            if is_adapted(leaf):
+                return AdaptedTensor(leaf, self, self.computes_in)
+            return Tensor(leaf, self)
+
+        return jax.tree.map(tensor, tree, is_leaf=is_adapted)
 
     def array_or_zeros(self, array: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
         """Return the array, or zeros if only its shape is given."""
@@ -196,11 +203,17 @@ class TraceEnvironment(TorchaxEnvironment):
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, order: str) -> Tensor:
         """Multiply by a weight matrix; the name lets remat = "dots" save the product."""
         leading = "abcdefgh"[: x.ndim - 1]
-        equation, arrays = f"{leading}i,{order}->{leading}o", (x.jax(), weight.jax())
+        equation = f"{leading}i,{order}->{leading}o"
         is_head = weight.shape[order.index("o")] == self._vocab
-        product = self.module_names.quantized(equation, *arrays, is_head=is_head)
-        if product is None:
-            product = dot(equation, *arrays)
+
+        def multiply(x: jax.Array, array: jax.Array) -> jax.Array:
+            product = self.module_names.quantized(equation, x, array, is_head=is_head)
+            return dot(equation, x, array) if product is None else product
+
+        if isinstance(weight, AdaptedTensor):
+            product = weight.multiplied(x.jax(), order, multiply)
+        else:
+            product = multiply(x.jax(), weight.jax())
         product = checkpoint_name(product, PROJECTION)
         return Tensor(product if bias is None else product + bias.jax(), self)
 

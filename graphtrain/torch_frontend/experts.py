@@ -14,7 +14,7 @@ from torchax.tensor import Tensor
 from transformers.integrations import moe
 
 from graphtrain.errors import ImportedModelError
-from graphtrain.models.dropless import dropless_experts
+from graphtrain.models.dropless import ExpertWeight, dropless_experts
 from graphtrain.torch_frontend import private_torch
 from lowering.tracing.constrain import placement
 
@@ -46,6 +46,7 @@ def _experts(
     if not self.is_transposed:
         input_weights, output_weights = input_weights.swapaxes(1, 2), output_weights.swapaxes(1, 2)
     gate_and_up = jnp.split(input_weights, 2, axis=2) if self.has_gate else [input_weights]
+    gate_and_up, down = [ExpertWeight(one) for one in gate_and_up], ExpertWeight(output_weights)
 
     def combine(products: list[Array]) -> Array:
         *gate, up = (Tensor(product, environment) for product in products)
@@ -56,7 +57,7 @@ def _experts(
         tensor.jax()[:, None]  # pyright: ignore[reportAttributeAccessIssue]
         for tensor in (hidden_states, top_k_weights, top_k_index)
     )
-    expert_out = dropless_experts(combine, x, router_weights, experts, gate_and_up, output_weights)
+    expert_out = dropless_experts(combine, x, router_weights, experts, gate_and_up, down)
     return Tensor(expert_out[:, 0], environment)
 
 

@@ -14,7 +14,8 @@ from lowering.trees import unflatten
 if TYPE_CHECKING:
     import jax
 
-    from graphtrain.config.schema import TorchModel
+    from graphtrain.config.resolve import ResolvedProgram
+    from graphtrain.config.schema import Program, TorchModel
     from graphtrain.models.attention.cache_layout import CachedLayer
     from graphtrain.models.attention.kv_cache import CacheRows
     from graphtrain.models.pipeline_stages import Keys, LossFunction
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from graphtrain.torch_frontend.model import OpenedModel
     from lowering.pipeline.schedules import Pipeline
     from lowering.trees import Tree
+    from sharding_rules.arrays import ArraySpec
     from sharding_rules.pipeline import Stages
 
 
@@ -53,6 +55,41 @@ class TorchLanguageModel(ModuleFacts):
         self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
     ) -> tuple[jax.Array, LayerTerms]:
         return self.opened().forward(parameters, tokens, dropout_key)
+
+    def trained_specs(self, program: Program) -> Tree:
+        opened = self.opened()
+        from graphtrain.torch_frontend import adapters
+
+        return unflatten(adapters.trained_arrays(opened, program.adapter))
+
+    def frozen_specs(self, program: ResolvedProgram) -> Tree | None:
+        opened = self.opened()
+        from graphtrain.torch_frontend import adapters
+
+        frozen = adapters.frozen_arrays(opened, program)
+        return unflatten(frozen) if frozen else None
+
+    def lora_inputs(self, spec: ArraySpec) -> int:
+        return spec.shape[-1]
+
+    def apply_lora(
+        self,
+        program: Program,
+        trained: Tree,
+        frozen: Tree | None,
+        key: jax.Array | None = None,
+        layers: jax.Array | None = None,
+    ) -> Tree:
+        opened = self.opened()
+        from graphtrain.torch_frontend import adapters
+
+        return adapters.apply_lora(opened, program, trained, frozen, key, layers)
+
+    def reference_parameters(self, program: Program, frozen: Tree | None) -> Tree:
+        opened = self.opened()
+        from graphtrain.torch_frontend import adapters
+
+        return adapters.reference_parameters(opened, frozen)
 
     @property
     def layer_metrics(self) -> tuple[str, ...]:

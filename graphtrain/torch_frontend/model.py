@@ -28,6 +28,7 @@ from graphtrain.models.attention.ring_order import positions
 from graphtrain.models.layer_terms import NO_TERMS, LayerTerms
 from graphtrain.models.quantized_matmul import quantization_of
 from graphtrain.torch_frontend import private_torch
+from graphtrain.torch_frontend.adapted_parameter import cast_adapted, is_adapted
 from graphtrain.torch_frontend.attention import feature_needing_native_attention
 from graphtrain.torch_frontend.axes import NamedAxes, name_axes
 from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks, find_stacks
@@ -402,6 +403,8 @@ class OpenedModel:
         specs, dtype = self.specs(), self.settings.dtype
 
         def cast(path: str, array: Any) -> Any:
+            if is_adapted(array):
+                return cast_adapted(array, dtype)
             if self.is_stacked(path) and isinstance(array, DeferredGradient):
                 return array
             if specs[path].role == "constant":

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphtrain.models.layer_terms import NO_TERMS
+from graphtrain.models.lora.trainable import weight_path
 from graphtrain.models.pipeline_stages import (
     Keys,
     LossFunction,
@@ -60,7 +61,12 @@ class PipelineParts:
         """Split parameters into the parts "first", "stages" and "last" of a Pipeline."""
         arrays = flatten(parameters)
         paths = {"first": self.first, "stages": self.stages, "last": self.last}
-        return {part: unflatten({path: arrays[path] for path in paths[part]}) for part in paths}
+        return {
+            part: unflatten(
+                {path: array for path, array in arrays.items() if weight_path(path) in inside}
+            )
+            for part, inside in paths.items()
+        }
 
     def merge_gradients(self, gradients: Tree, parameters: Tree) -> Tree:
         """Merge gradients of the parts into the tree of `parameters`; tied weights are summed."""
@@ -87,7 +93,7 @@ def to_stage_order(opened: OpenedModel, parameters: Tree, stages: Stages) -> Tre
         )
 
     def store(path: str, array_or_spec: Any) -> Any:
-        if path not in parts.stages:
+        if weight_path(path) not in parts.stages:
             return array_or_spec
         return (
             row_spec(array_or_spec, stages)

@@ -230,11 +230,14 @@ class Scan:
 
     def _row_shapes(self, position: int) -> Any:
         return {
-            name: jax.ShapeDtypeStruct(array.weights.shape[1:], self.environment.computes_in)
-            if isinstance(array, DeferredGradient)
-            else jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+            name: jax.tree.map(self._row_shape, array, is_leaf=_is_deferred)
             for name, array in self.rows[position].items()
         }
+
+    def _row_shape(self, array: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(array, DeferredGradient):
+            return jax.ShapeDtypeStruct(array.weights.shape[1:], self.environment.computes_in)
+        return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
 
     def _attach_reduction(self, array: Any) -> jax.Array:
         """Return a parameter inside the loop; there a deferred gradient is reduced."""

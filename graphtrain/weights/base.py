@@ -9,20 +9,29 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.config import load_config
 from graphtrain.config.schema import Adapter
 from graphtrain.errors import WeightsError
 from graphtrain.files import atomic_write, content_digest
-from graphtrain.weights.sources import WeightSource
 from sharding_rules.documents import read_json
 
 NAME = "base.json"
 
 
-def record_base(weights: WeightSource, directory: Path) -> None:
+class BaseFiles(Protocol):
+    """Files of base weights, of a native or an imported model."""
+
+    @property
+    def directory(self) -> Path: ...
+
+    @property
+    def files(self) -> list[Path]: ...
+
+
+def record_base(weights: BaseFiles, directory: Path) -> None:
     """Record in base.json which base weights a run starts from.
 
     Raises:
@@ -33,7 +42,7 @@ def record_base(weights: WeightSource, directory: Path) -> None:
         file.write((json.dumps(record, indent=2) + "\n").encode())
 
 
-def verify_base(weights: WeightSource, directory: Path) -> None:
+def verify_base(weights: BaseFiles, directory: Path) -> None:
     """Raise unless these are the base weights that a run started from.
 
     Raises:
@@ -46,7 +55,7 @@ def verify_base(weights: WeightSource, directory: Path) -> None:
         )
 
 
-def different_base_file(weights: WeightSource, directory: Path) -> str | None:
+def different_base_file(weights: BaseFiles, directory: Path) -> str | None:
     """Return the name of a file in which weights differ from those that a run started from.
 
     Files with the recorded size and modification time count as unchanged; others are read.
@@ -108,7 +117,7 @@ def _read_record(directory: Path) -> dict[str, Any]:
         ) from error
 
 
-def _describe(weights: WeightSource, recorded: dict[str, Any]) -> dict[str, Any]:
+def _describe(weights: BaseFiles, recorded: dict[str, Any]) -> dict[str, Any]:
     """Return size, modification time and digest of each file; reuse the digest if unchanged."""
 
     def describe(path: Path) -> dict[str, Any]:
@@ -127,6 +136,6 @@ def _describe(weights: WeightSource, recorded: dict[str, Any]) -> dict[str, Any]
         }
 
 
-def _name(weights: WeightSource, path: Path) -> str:
+def _name(weights: BaseFiles, path: Path) -> str:
     inside = path.is_relative_to(weights.directory)
     return (path.relative_to(weights.directory) if inside else path).as_posix()

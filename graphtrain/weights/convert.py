@@ -151,7 +151,7 @@ def export_hugging_face(
             moving average.
     """
     files, more_files = files or ExportedFiles(), more_files or {}
-    if (run := _run_of_pytorch(source)) is not None:
+    if (run := run_of_imported_model(source)) is not None:
         if averaged:
             raise WeightsError(
                 f"{source}: --averaged does not read runs of PyTorch models; make a run of the "
@@ -206,7 +206,7 @@ def _family_of(model: Model) -> Family:
     return family_of_model(model)
 
 
-def _run_of_pytorch(source: Path) -> ResolvedProgram | None:
+def run_of_imported_model(source: Path) -> ResolvedProgram | None:
     """Return the program of a run directory if its model is imported from PyTorch, else None.
 
     Raises:

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from graphtrain.config.schema import Adapter, Model
-from graphtrain.models.lora.trainable import fully_trained_paths, lora_paths
+from graphtrain.errors import WeightsError
+from graphtrain.models.lora.trainable import fully_trained_paths, is_of_experts, lora_paths
 from graphtrain.weights.convert import read_config, with_unpadded_vocab
 from graphtrain.weights.families import Family, family_of_config, family_of_model
 from graphtrain.weights.families.family import (
@@ -44,6 +45,12 @@ class AdapterTable:
         """Return the table for a model whose Hugging Face files are in the folder `side`."""
         family, unpadded = family_of_folder(side, model)
         targets = frozenset(lora_paths(model, adapter))
+        if experts := sorted(path for path in targets if is_of_experts(model, path)):
+            raise WeightsError(
+                f"{', '.join(experts)}: factors of the native decoder's experts have no form in "
+                'PEFT; export merged weights (run.export = "hf"), or train the model with '
+                "model.hf, whose adapters of experts PEFT reads"
+            )
         modules_to_save = frozenset(fully_trained_paths(model, adapter))
         return cls(family, unpadded, adapter, targets, modules_to_save)
 

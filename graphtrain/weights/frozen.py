@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphtrain.checkpoints.layer_rows import LayerRows, StackedArray, read_reordered_part
-from graphtrain.config.resolve import ResolvedProgram, layer_rows
-from graphtrain.config.schema import Model, Program, Run
+from graphtrain.checkpoints.layer_rows import StackedArray, read_reordered_part
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import Program, Run
 from graphtrain.models.lora.quantize import QuantizationKind, block_size, quantize
 from graphtrain.models.lora.trainable import CODES, LORA_A, LORA_B, SCALES
-from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.initial import ArrayLoader, Index, PartReader, part_reader
 from graphtrain.weights.peft import PeftAdapter
 from graphtrain.weights.sources import WeightSource
+from graphtrain.weights.torch_modules import HuggingFaceWeights
 from lowering.trees import Tree, flatten, unflatten
+from sharding_rules.pipeline import Stages
+
+if TYPE_CHECKING:
+    from graphtrain.weights.imported_peft import ImportedPeftAdapter
 
 
-def open_adapter(program: Program, run: Run, weights: WeightSource) -> PeftAdapter | None:
+def open_adapter(
+    program: Program, run: Run, weights: WeightSource | HuggingFaceWeights
+) -> PeftAdapter | ImportedPeftAdapter | None:
     """Open the adapter that run.init_adapter_from names, or return None if it is not set.
 
     Raises:
@@ -26,17 +33,37 @@ def open_adapter(program: Program, run: Run, weights: WeightSource) -> PeftAdapt
     """
     if run.init_adapter_from is None:
         return None
-    return PeftAdapter(Path(run.init_adapter_from), program, weights.side)
+    directory = Path(run.init_adapter_from)
+    if isinstance(weights, HuggingFaceWeights):
+        from graphtrain.weights.imported_peft import ImportedPeftAdapter
+
+        assert program.adapter is not None
+        return ImportedPeftAdapter(directory, program.adapter)
+    return PeftAdapter(directory, program, weights.side)
 
 
 def load_frozen_parameters(
-    weights: WeightSource, program: ResolvedProgram, described: Tree, fill: ArrayLoader
+    weights: WeightSource | HuggingFaceWeights,
+    program: ResolvedProgram,
+    described: Tree,
+    fill: ArrayLoader,
+    trained: Tree | None = None,
 ) -> Tree:
-    """Load the frozen weights, quantized to the base dtype of the adapter settings."""
-    read, adapter = part_reader(weights, program), program.adapter
+    """Load the frozen weights, quantized to the base dtype of the adapter settings.
+
+    Args:
+        weights: Base weights.
+        program: the program.
+        described: Tree of frozen arrays with their shapes, dtypes and shardings.
+        fill: The backend's function that loads arrays onto devices.
+        trained: Tree of trained arrays, of which some are in the same folder.
+    """
+    shapes, adapter = _weight_shapes(described), program.adapter
+    others = {} if trained is None else _weight_shapes(trained)
+    read = _reader(weights, program, shapes | others, is_complete=True)
     if adapter is None or adapter.base_dtype not in ("int8", "nf4"):
         return fill(described, read)
-    quantized = _QuantizedWeights(read, program.model, adapter.base_dtype)
+    quantized = _QuantizedWeights(read, shapes, adapter.base_dtype)
 
     def read_part(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
         stem, _, kind = path.rpartition("/")
@@ -47,9 +74,36 @@ def load_frozen_parameters(
     return fill(described, read_part)
 
 
+def _reader(
+    weights: WeightSource | HuggingFaceWeights,
+    program: ResolvedProgram,
+    shapes: dict[str, tuple[int, ...]],
+    *,
+    is_complete: bool,
+) -> PartReader:
+    """Return a function that reads parts of weights of these shapes, in a program's layout."""
+    if isinstance(weights, HuggingFaceWeights):
+        return weights.part_reader(shapes, program.stages, is_complete=is_complete)
+    return part_reader(weights, program)
+
+
+def _weight_shapes(described: Tree) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights that arrays store, by path; factors are none."""
+    shapes = {}
+    for path, leaf in flatten(described).items():
+        shape = tuple(leaf.shape)
+        stem, _, name = path.rpartition("/")
+        if name == CODES:
+            per_code = 2 if leaf.dtype == np.uint8 else 1
+            shapes[stem] = (*shape[:-1], shape[-1] * per_code)
+        elif name not in (SCALES, LORA_A, LORA_B):
+            shapes[path] = shape
+    return shapes
+
+
 def load_trainable_parameters(
-    weights: WeightSource,
-    adapter: PeftAdapter | None,
+    weights: WeightSource | HuggingFaceWeights,
+    adapter: PeftAdapter | ImportedPeftAdapter | None,
     program: ResolvedProgram,
     described: Tree,
     fill: ArrayLoader,
@@ -72,11 +126,13 @@ def load_trainable_parameters(
         for path, spec in flatten(described).items()
         if not (path in initialized and path.endswith((f"/{LORA_A}", f"/{LORA_B}")))
     }
-    read = part_reader(weights, program)
+    shapes = _weight_shapes(unflatten(paths)) if paths else {}
+    read = _reader(weights, program, shapes, is_complete=False)
+    arrays = {} if adapter is None else _adapter_arrays(adapter, program, described)
 
     def read_part(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
-        if adapter is not None and path in adapter.arrays:
-            return _part_in_stages(adapter.arrays[path], path, shape, index, layer_rows(program))
+        if path in arrays:
+            return _part_in_stages(arrays[path], path, shape, index, program.stages)
         if path.endswith((f"/{LORA_A}", f"/{LORA_B}")):
             return np.zeros(shape, np.float32)[index]
         return read(path, shape, index)
@@ -85,22 +141,35 @@ def load_trainable_parameters(
     return unflatten({path: filled.get(path, initialized.get(path)) for path in flatten(described)})
 
 
+def _adapter_arrays(
+    adapter: PeftAdapter | ImportedPeftAdapter, program: ResolvedProgram, described: Tree
+) -> dict[str, np.ndarray]:
+    """Return the arrays of an adapter by path, their layers in order."""
+    if isinstance(adapter, PeftAdapter):
+        return adapter.arrays
+    return adapter.arrays(described, program.stages)
+
+
 def _part_in_stages(
-    array: np.ndarray, path: str, shape: tuple[int, ...], index: Index, rows: LayerRows
+    array: np.ndarray, path: str, shape: tuple[int, ...], index: Index, stages: Stages | None
 ) -> np.ndarray:
     """Return a part of an array whose layers are in order, in the rows of a program's stages."""
-    layers = tuple(range(sum(layer is not None for layer in rows)))
-    in_order, target = StackedArray(path, array.shape, layers), StackedArray(path, shape, rows)
+    if stages is None or array.shape == shape:  # as many rows, in order
+        return array[index]
+    layers = tuple(range(sum(stages.layers)))
+    in_order = StackedArray(path, array.shape, layers, is_stacked=True)
+    target = StackedArray(path, shape, stages.rows, is_stacked=True)
     return read_reordered_part(target, in_order, index, lambda part: array[part], array.dtype)
 
 
 class _QuantizedWeights:
     """Codes and scales of block-wise quantized weights; caches the weight that was read last."""
 
-    def __init__(self, read: PartReader, model: Model, kind: QuantizationKind) -> None:
-        self._read = read
+    def __init__(
+        self, read: PartReader, shapes: dict[str, tuple[int, ...]], kind: QuantizationKind
+    ) -> None:
+        self._read, self._shapes = read, shapes
         self._kind: QuantizationKind = kind
-        self._arrays = parameter_arrays(model)
         self._held: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
         self._stem = ""
 
@@ -113,7 +182,7 @@ class _QuantizedWeights:
             shape: Unsharded shape of the codes or scales.
             index: The part, as an index into that shape.
         """
-        weight_shape = (*shape[:-1], self._arrays[stem].shape[-1])  # layers may be in stages
+        weight_shape = self._shapes[stem]
         block = block_size(weight_shape[-1])
         weights_per_entry = weight_shape[-1] // shape[-1]  # number of weights per code or per scale
         *leading, last_axis = (

@@ -16,6 +16,7 @@ from graphtrain.models.lora.trainable import (
     LORA_B,
     fully_trained_paths,
     is_bfloat16,
+    is_of_experts,
     is_quantized,
     lora_paths,
 )
@@ -75,7 +76,8 @@ class MergedWeights:
         base_weights = round_trip_base_dtype(path, base, self.model, self.adapter)
         if path not in self._adapted:
             return base_weights
-        product = np.tensordot(trained[f"{path}/{LORA_A}"], trained[f"{path}/{LORA_B}"], 1)
+        factors = trained[f"{path}/{LORA_A}"], trained[f"{path}/{LORA_B}"]
+        product = _lora_product(path, *factors, self.model)
         return base_weights.astype(np.float32) + np.float32(self.adapter.scale) * product
 
 
@@ -109,8 +111,15 @@ class AdaptedWeights:
     def _merge(self, path: str, layer: int | None, weights: np.ndarray) -> np.ndarray:
         if layer is None or (path, layer) not in self._factors:
             return weights
-        first, second = self._factors[path, layer]
-        return weights.astype(np.float32) + np.tensordot(first, second, 1)
+        product = _lora_product(path, *self._factors[path, layer], self.model)
+        return weights.astype(np.float32) + product
+
+
+def _lora_product(path: str, first: np.ndarray, second: np.ndarray, model: Model) -> np.ndarray:
+    """Return the product of a weight's factors in one layer, for each expert of its own."""
+    if is_of_experts(model, path):
+        return np.matmul(first, second)
+    return np.tensordot(first, second, 1)
 
 
 class QuantizedBase:

@@ -14,6 +14,7 @@ from graphtrain.models.lora.trainable import (
     LORA_A,
     LORA_B,
     fully_trained_paths,
+    is_of_experts,
     lora_paths,
     served_adapter_arrays,
 )
@@ -213,6 +214,12 @@ def _read_run(name: str, directory: Path, base: ServedBase) -> NamedAdapter:
         raise WeightsError(
             f"{directory} trained {', '.join(whole)} in full (program.adapter.modules_to_save), of "
             f"which a server has only those of the base; {_MERGE}"
+        )
+    experts = [path for path in lora_paths(run.model, adapter) if is_of_experts(run.model, path)]
+    if experts:
+        raise WeightsError(
+            f"{directory} adapts {', '.join(experts)}, and a server adapts no experts by name; "
+            f"{_MERGE}"
         )
     _check_same_model(directory, run.model, base.model)
     weights = base.open_weights()

@@ -19,7 +19,7 @@ from graphtrain.config.schema import Program
 from graphtrain.errors import WeightsError
 from graphtrain.files import validate
 from graphtrain.models.lora.trainable import LORA_A, LORA_B, trained_arrays
-from graphtrain.weights.convert import ConversionSummary
+from graphtrain.weights.convert import ConversionSummary, run_of_imported_model
 from graphtrain.weights.factors import (
     EMBEDDING,
     AdapterTable,
@@ -36,10 +36,10 @@ from graphtrain.weights.families.family import (
     to_decoder,
     to_hugging_face,
 )
-from graphtrain.weights.sources import RunCheckpoint
+from graphtrain.weights.sources import RunCheckpoint, checkpoint_step
 from sharding_rules.documents import read_object
 
-ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 _MAX_PATTERN, _REPEAT = 200, re.compile(r"[*+{]")  # of regular expressions of module names
 
@@ -74,6 +74,11 @@ def export_peft(
     Raises:
         WeightsError: the run trained no adapter, or PEFT cannot represent it.
     """
+    if (program := run_of_imported_model(source)) is not None and program.adapter is not None:
+        from graphtrain.weights.imported_peft_export import export_imported_peft
+
+        chosen = checkpoint_step(source, step)
+        return export_imported_peft(program, source, destination, chosen, more_files)
     run = RunCheckpoint(source, step)
     adapter = run.program.adapter
     if adapter is None:
@@ -125,7 +130,7 @@ def write_peft_folder(
         from safetensors.numpy import save_file
 
         contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-        save_file(contiguous, directory / _WEIGHTS, {"format": "pt"})
+        save_file(contiguous, directory / WEIGHTS, {"format": "pt"})
         (directory / ADAPTER_CONFIG).write_text(json.dumps(_config(table), indent=2) + "\n")
         for name, content in (more_files or {}).items():
             (directory / name).write_bytes(content)
@@ -282,7 +287,7 @@ def _config(table: AdapterTable) -> dict[str, Any]:
     adapter, counts, fan_in_fan_out = table.adapter, {}, False
     targets: dict[str, None] = {}
     for layer_weights in table.adapted_weights():
-        name = _name_within_layer(module_of(layer_weights))
+        name = name_within_layer(module_of(layer_weights))
         targets[name] = None
         counts[name] = len(table.targets & set(layer_weights.row.paths))
         input_is_embed = embed_is_input(layer_weights.row.paths[0], table.model)
@@ -292,7 +297,7 @@ def _config(table: AdapterTable) -> dict[str, Any]:
         name for layer_weights in table.fully_trained_weights() for name in layer_weights.names
     ]
     names += [table.tie_word_embeddings] if table.tie_word_embeddings else []
-    saved = {_name_within_layer(name.rpartition(".")[0]) for name in names}
+    saved = {name_within_layer(name.rpartition(".")[0]) for name in names}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -314,14 +319,18 @@ def _config(table: AdapterTable) -> dict[str, Any]:
     }
 
 
-def _name_within_layer(module: str) -> str:
+def name_within_layer(module: str) -> str:
     """Return a module's name within its layer; the full name for a module outside the layers."""
     in_layer = re.fullmatch(r".*?\.\d+\.(.*)", module)
     return in_layer[1] if in_layer else module
 
 
-def read_adapter_config(directory: Path) -> dict[str, Any]:
+def read_adapter_config(directory: Path, *, allow_parameters: bool = False) -> dict[str, Any]:
     """Read the adapter_config.json of a folder that PEFT saved.
+
+    Args:
+        directory: The folder.
+        allow_parameters: Whether it may adapt bare parameters, as those of experts.
 
     Raises:
         WeightsError: it cannot be read, or the adapter is of an unsupported kind.
@@ -339,7 +348,7 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
         "use_dora": config.get("use_dora"),
         "bias": config.get("bias", "none") != "none",
         "lora_bias": config.get("lora_bias"),
-        "target_parameters": config.get("target_parameters"),
+        "target_parameters": not allow_parameters and config.get("target_parameters"),
         "trainable_token_indices": config.get("trainable_token_indices"),
         "alora_invocation_tokens": config.get("alora_invocation_tokens"),  # only after these tokens
         "arrow_config": config.get("arrow_config"),  # chooses among adapters by token
@@ -400,7 +409,7 @@ def load_adapter_tensors(directory: Path) -> dict[str, np.ndarray]:
     """
     from graphtrain.weights.files import SafetensorsFiles
 
-    path = directory / _WEIGHTS
+    path = directory / WEIGHTS
     if not path.is_file():
         raise WeightsError(f"{path} does not exist; write it with PEFT's save_pretrained")
     folder = SafetensorsFiles([path])

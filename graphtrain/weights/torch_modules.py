@@ -27,11 +27,14 @@ if TYPE_CHECKING:
     from graphtrain.config.resolve import ResolvedProgram
     from graphtrain.config.schema import TorchModel
     from graphtrain.torch_frontend.meta_module import MetaModule
+    from graphtrain.torch_frontend.model import OpenedModel
     from graphtrain.weights.published import PublishedFiles
     from sharding_rules.pipeline import Stages
 
-Fill = Callable[[Tree, Callable[[str, tuple[int, ...], Index], np.ndarray]], Tree]
+PartReader = Callable[[str, tuple[int, ...], Index], np.ndarray]
+Fill = Callable[[Tree, PartReader], Tree]
 
+_WEIGHT_FILES = (".safetensors", ".bin")
 # Parameters that transformers 5 has renamed in its modules, but not in folders: GPT-NeoX.
 _RENAMED = {"lm_head.weight": "embed_out.weight"}
 
@@ -52,9 +55,8 @@ class HuggingFaceWeights:
         """Open the folder; tensors are read later."""
         if not directory.is_dir():
             raise WeightsError(f"run.init_from: the folder {directory} does not exist")
-        self.side = directory  # folder of config.json and the tokenizer
+        self.directory = self.side = directory  # also of config.json and the tokenizer
         self._files, self._model = open_weight_files(directory), model
-        self._directory = directory
         self._folder: ModuleFiles | PublishedFiles = ModuleFiles(self._files)
 
     def parameters(self, described: Tree, fill: Fill, stages: Stages | None = None) -> Tree:
@@ -70,7 +72,27 @@ class HuggingFaceWeights:
                 folder has a tensor that the model does not have.
         """
         shapes = {path: tuple(leaf.shape) for path, leaf in flatten(described).items()}
-        names = self._all_names(shapes, stages)
+        return fill(described, self.part_reader(shapes, stages))
+
+    def part_reader(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        stages: Stages | None = None,
+        *,
+        is_complete: bool = True,
+    ) -> PartReader:
+        """Return a function that reads parts of parameters, by path and unsharded shape.
+
+        Args:
+            shapes: shapes of the parameters, by path.
+            stages: pipeline stages that the layer rows are ordered for.
+            is_complete: whether these are all parameters, so that no other tensor may be in the
+                folder.
+
+        Raises:
+            WeightsError: as of `parameters`.
+        """
+        names = self._all_names(shapes, stages, is_complete=is_complete)
 
         def read(path: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
             tensor_names = names[path]
@@ -85,12 +107,12 @@ class HuggingFaceWeights:
             rows = [self._part(name, inner) for name in row_names.ravel()]
             return np.stack(rows).reshape(*row_names.shape, *rows[0].shape)
 
-        return fill(described, read)
+        return read
 
     def _all_names(
-        self, shapes: Mapping[str, tuple[int, ...]], stages: Stages | None
+        self, shapes: Mapping[str, tuple[int, ...]], stages: Stages | None, *, is_complete: bool
     ) -> dict[str, str | np.ndarray]:
-        """Return the names of each array's tensors; every tensor of the folder is read.
+        """Return the names of each array's tensors; every tensor of a complete folder is read.
 
         PyTorch and transformers are imported only if some names are not those of the module.
         """
@@ -107,7 +129,7 @@ class HuggingFaceWeights:
             if model.hf is None:
                 raise
             names = None
-        if names is not None and not self._unread(names):
+        if names is not None and not (is_complete and self._unread(names)):
             return names
         module = _module_of(model)
         if model.hf is not None:
@@ -120,7 +142,8 @@ class HuggingFaceWeights:
             assert names is not None
             stored = module.module.state_dict()
             unread = [name for name in self._unread(names) if name not in stored]
-        _refuse([*unread, *self._changed_buffers(module)], self._directory)
+        if is_complete:
+            _refuse([*unread, *self._changed_buffers(module)], self.directory)
         return names
 
     def _unread(self, names: Mapping[str, str | np.ndarray]) -> list[str]:
@@ -151,6 +174,15 @@ class HuggingFaceWeights:
             if name in names and is_changed(name, buffer)
         ]
 
+    @property
+    def files(self) -> list[Path]:
+        """All files that the tensors are read from."""
+        return sorted(
+            path
+            for path in self.directory.iterdir()
+            if path.suffix in _WEIGHT_FILES or path.name == "config.json"
+        )
+
     def _part(self, name: str | None, index: Index) -> np.ndarray:
         if name is None:  # a padding row of a stage
             return np.zeros(
@@ -168,7 +200,7 @@ class HuggingFaceWeights:
         for name in (dotted, dotted.partition(".")[2], _RENAMED.get(dotted, dotted)):
             if name in available_names and self._folder.shape(name) == shape:
                 return name
-            for rows in _rows(name, count, available_names):
+            for rows in rows_of(name, count, available_names):
                 if all(self._folder.shape(row) == shape[leading:] for row in rows):
                     return _in_layer_order(rows, shape[:leading], stages)
         module_name = dotted.split(".")[-2:][0]  # a parameter of the root module has no owner
@@ -181,7 +213,7 @@ class HuggingFaceWeights:
             else ""
         )
         raise WeightsError(
-            f"run.init_from: {self._directory} does not contain {dotted} of shape {shape}{hint}"
+            f"run.init_from: {self.directory} does not contain {dotted} of shape {shape}{hint}"
         )
 
 
@@ -223,7 +255,7 @@ def _in_layer_order(names: list[str], shape: tuple[int, ...], stages: Stages | N
     return np.array(ordered, object).reshape(shape)
 
 
-def _rows(name: str, count: int, available_names: set[str]) -> Iterator[list[str]]:
+def rows_of(name: str, count: int, available_names: set[str]) -> Iterator[list[str]]:
     """Yield lists of `count` tensor names that result from a layer index in a name.
 
     The index is inserted (period 1), or replaces a position of a period of 2 to 8 blocks.
@@ -283,7 +315,6 @@ def export(
         The model_type (or program.model.torch), the number of weights, and of tensors.
     """
     import lowering
-    from graphtrain.checkpoints.arrays import restore_array
     from graphtrain.checkpoints.manifest import verify_files
     from graphtrain.torch_frontend.language_model import TorchLanguageModel
 
@@ -291,7 +322,7 @@ def export(
     model: TorchModel = program.model  # pyright: ignore[reportAssignmentType]
     host = Target.parse("cpu:1")
     lowering.backend(host).compile_devices(host)  # keeps JAX from initialising other devices
-    opened, stages = TorchLanguageModel(model).opened(), program.stages
+    opened = TorchLanguageModel(model).opened()
     buffers = stored_buffers(opened.meta)
     parameters = {name: tuple(one.shape) for name, one in opened.meta.parameters().items()}
     published = None
@@ -310,11 +341,11 @@ def export(
     writer = SafetensorsWriter(destination, specs, max_file_bytes)
     for name, array in constants.items():
         writer.write(name, array)
+    rows_by_path = _exported_rows(program, opened, directory, step)
     stored = opened.parameter_names_by_path()
     for num_written, (path, names) in enumerate(stored.items()):
         progress(num_written, len(stored))
-        array = restore_array(directory / "checkpoints", step, f"parameters/{path}")
-        rows = _block_rows(array, stages) if opened.is_stacked(path) else array[None]
+        rows = rows_by_path(path)
         for name, row in zip(names, rows, strict=True):
             for written, tensor in published.add(name, row) if published else [(name, row)]:
                 writer.write(written, tensor.astype(written_dtype, copy=False))
@@ -323,7 +354,28 @@ def export(
     return _write_config(model, destination, dtype), num_parameters, len(specs)
 
 
-def _block_rows(array: np.ndarray, stages: Stages | None) -> np.ndarray:
+def _exported_rows(
+    program: ResolvedProgram, opened: OpenedModel, directory: Path, step: int
+) -> Callable[[str], np.ndarray]:
+    """Return a function of a path that returns the rows of a parameter, adapters merged."""
+    from graphtrain.checkpoints.arrays import restore_array
+
+    def restore(path: str) -> np.ndarray:
+        return restore_array(directory / "checkpoints", step, f"parameters/{path}")
+
+    if program.adapter is not None:
+        from graphtrain.weights.imported_merged import merged_reader
+
+        return merged_reader(program, opened, directory, restore)
+
+    def rows(path: str) -> np.ndarray:
+        array = restore(path)
+        return block_rows(array, program.stages) if opened.is_stacked(path) else array[None]
+
+    return rows
+
+
+def block_rows(array: np.ndarray, stages: Stages | None) -> np.ndarray:
     """Return one row per block, in order, of an array that may be ordered for a pipeline."""
     if stages is None:
         return array

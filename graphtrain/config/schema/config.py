@@ -5,6 +5,7 @@ from pydantic.dataclasses import dataclass
 from graphtrain.config.schema.phase import PhaseError, describe_phase
 from graphtrain.config.schema.program import Program
 from graphtrain.config.schema.run import Run
+from graphtrain.config.schema.torch_model import is_imported
 from graphtrain.config.schema.types import STRICT
 
 
@@ -25,6 +26,13 @@ class Config:
             )
         if self.run.init_adapter_from is not None and adapter is None:
             raise ValueError("run.init_adapter_from needs a [program.adapter]; add one")
+        generates = self.run.samples is not None or self.run.tasks is not None
+        if generates and adapter is not None and is_imported(self.program.model):
+            setting = "run.samples" if self.run.samples is not None else "run.tasks"
+            raise ValueError(
+                f"{setting} generates with merged weights, and program.adapter of model.hf or "
+                f"model.torch cannot be merged for generation; remove {setting}"
+            )
         schedule = self.run.learning_rate.schedule
         if self.program.optimizer.kind == "schedule_free" and schedule != "constant":
             raise ValueError(

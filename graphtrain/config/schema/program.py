@@ -80,6 +80,8 @@ class Program:
             _check_imported(self)
         else:
             self._check_native()
+        if self.loss.kind == "dpo":
+            check_preference(self)
         if self.batch.padding_sequences and (reason := why_not_padded(self)):
             raise ValueError(f"batch.padding_sequences cannot be used with {reason}; remove it")
         if self.mesh.stage != "rest" and self.mesh.stage > 1:
@@ -142,8 +144,6 @@ class Program:
                 raise PhaseError(within, f"{name}: {_reason(error)}") from None
 
     def _check_native(self) -> None:
-        if self.loss.kind == "dpo":
-            check_preference(self)
         if self.model.moe is not None and self.batch.gradient_reduction == "per_step":
             raise ValueError(
                 'batch.gradient_reduction = "per_step" computes each replica separately, and a '
@@ -266,7 +266,8 @@ def check_preference(program: Program) -> None:
         )
     if batch.gradient_reduction == "per_step":
         raise ValueError('loss.kind = "dpo" needs batch.gradient_reduction = "per_microbatch"')
-    if program.model.moe is not None and program.model.moe.capacity_factor is not None:
+    mixture = None if is_imported(program.model) else program.model.moe
+    if mixture is not None and mixture.capacity_factor is not None:
         raise ValueError(
             'loss.kind = "dpo" compares two models on the same tokens, and a mixture of experts '
             "with a capacity factor drops different tokens in each; remove capacity_factor"
@@ -275,19 +276,21 @@ def check_preference(program: Program) -> None:
 
 def _check_imported(program: Program) -> None:
     """Refuse settings that PyTorch and Flax models do not support."""
+    is_flax = isinstance(program.model, FlaxModel)
     refused = {
-        'loss.kind = "dpo"': program.loss.kind == "dpo",
+        'loss.kind = "dpo"': is_flax and program.loss.kind == "dpo",
         "loss.chunk": program.loss.has_chunks,
-        "adapter": program.adapter is not None,
+        "adapter": is_flax and program.adapter is not None,
         'serve.weights_dtype = "int8"': program.serve.weights_dtype == "int8",
         "serve.total_adapter_rank": program.serve.total_adapter_rank > 0,
     }
     if names := [name for name, is_set in refused.items() if is_set]:
         raise ValueError(
-            f"{' and '.join(names)} cannot be used with model.torch, model.hf or model.flax; "
+            f"{' and '.join(names)} cannot be used with "
+            f"{'model.flax' if is_flax else 'model.torch or model.hf'}; "
             "remove it, or use the native decoder (graphtrain convert hf-to-graphtrain)"
         )
-    if isinstance(program.model, FlaxModel) and not program.batch.cross_document_attention:
+    if is_flax and not program.batch.cross_document_attention:
         raise ValueError(
             "batch.cross_document_attention = false cannot be used with model.flax, which is not "
             "told where documents begin; remove it"

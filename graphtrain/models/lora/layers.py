@@ -118,17 +118,18 @@ def apply_lora(
     adapter = program.adapter
     if adapter is None:
         return trained
-    weights = _reference_weights(program, frozen)
+    base = _reference_weights(program, frozen)
+    weights: dict[str, Weight] = {**base}
     trained_weights = flatten(trained) if trained else {}
     for index, path in enumerate(lora_paths(program.model, adapter)):
-        if path not in weights:
+        if path not in base:
             continue  # of another stage
         keys = None
         if key is not None and adapter.dropout:
             keys = jax.random.split(jax.random.fold_in(key, index), program.model.layers)
             keys = keys if layers is None else keys[layers]
         a, b = trained_weights.pop(f"{path}/{LORA_A}"), trained_weights.pop(f"{path}/{LORA_B}")
-        weights[path] = LoraWeight(weights[path], a, b, keys, adapter.scale, adapter.dropout)
+        weights[path] = LoraWeight(base[path], a, b, keys, adapter.scale, adapter.dropout)
     return unflatten(weights | trained_weights)
 
 
@@ -137,7 +138,7 @@ def reference_parameters(program: Program, frozen: Tree) -> Tree:
     return unflatten(_reference_weights(program, frozen))
 
 
-def _reference_weights(program: Program, frozen: Tree) -> dict[str, Weight]:
+def _reference_weights(program: Program, frozen: Tree) -> dict[str, jax.Array | QuantizedWeight]:
     """Return the frozen weights by path; there are none in some parts of a pipeline."""
     dtype = jnp.dtype(program.model.dtype)
     weights = flatten(frozen) if frozen else {}

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Adapter, Model, Program
-from graphtrain.models.lora.quantize import block_size
+from graphtrain.models.lora.quantize import QuantizationKind, block_size
 from graphtrain.models.shapes import parameter_arrays
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
@@ -22,6 +22,7 @@ from sharding_rules.rules import matches
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 CODES, SCALES = "codes", "scales"
+ALL = "*"  # of target_modules
 ADAPTERS = "adapters"  # factors beside the base, in the tree of served weights
 
 Arrays = dict[str, ArraySpec]
@@ -73,11 +74,19 @@ def lora_paths(model: Model, adapter: Adapter) -> list[str]:
     """Return the paths of the weights that have LoRA factors.
 
     Raises:
-        ShardingError: a pattern matches no weight that can have them.
+        ShardingError: a pattern matches no weight that can have them, or experts would have
+            dropout.
     """
     fully_trained = fully_trained_paths(model, adapter)
     targets = _adaptable_paths(model, adapter.target_modules, "adapter.target_modules")
-    return [path for path in targets if path not in fully_trained]
+    paths = [path for path in targets if path not in fully_trained]
+    if adapter.dropout and (experts := [path for path in paths if is_of_experts(model, path)]):
+        raise ShardingError(
+            f"program.adapter.dropout = {adapter.dropout} applies to the input of a matrix, and "
+            f"{experts[0]} has one per expert, for which PEFT has no dropout either; set "
+            "dropout = 0, or leave the experts out of target_modules"
+        )
+    return paths
 
 
 def served_adapter_arrays(program: Program) -> Arrays:
@@ -92,17 +101,34 @@ def served_adapter_arrays(program: Program) -> Arrays:
     if not serve.total_adapter_rank:
         return {}
     specs, patterns = parameter_arrays(program.model), serve.adapter_target_modules
-    for path in _adaptable_paths(program.model, patterns, "serve.adapter_target_modules"):
+    setting = "serve.adapter_target_modules"
+    for path in _adaptable_paths(program.model, patterns, setting, experts=False):
         first, second = _lora_factors(specs[path], serve.total_adapter_rank)
         arrays |= {f"{path}/{LORA_A}": first, f"{path}/{LORA_B}": second}
     return arrays
 
 
-def _adaptable_paths(model: Model, patterns: Iterable[str], setting: str) -> list[str]:
-    """Return the paths of the weights that match a pattern and can have LoRA factors."""
-    eligible = [path for path, spec in parameter_arrays(model).items() if _can_adapt(path, spec)]
-    chosen = _matching(patterns, eligible, setting)
+def _adaptable_paths(
+    model: Model, patterns: Iterable[str], setting: str, *, experts: bool = True
+) -> list[str]:
+    """Return the paths of the weights that match a pattern and can have LoRA factors.
+
+    The pattern "*" alone matches all but experts, as "all-linear" of PEFT.
+    """
+    eligible = [
+        path
+        for path, spec in parameter_arrays(model).items()
+        if _can_adapt(path, spec) and (experts or not _is_of_experts(spec))
+    ]
+    chosen = matching_paths([one for one in patterns if one != ALL], eligible, setting)
+    if ALL in patterns:
+        chosen |= {path for path in eligible if not is_of_experts(model, path)}
     return [path for path in eligible if path in chosen]
+
+
+def is_of_experts(model: Model, path: str) -> bool:
+    """Return whether a weight is a matrix of each expert of a mixture."""
+    return _is_of_experts(parameter_arrays(model)[path])
 
 
 def fully_trained_paths(model: Model, adapter: Adapter) -> list[str]:
@@ -112,7 +138,7 @@ def fully_trained_paths(model: Model, adapter: Adapter) -> list[str]:
         ShardingError: a pattern matches no array.
     """
     arrays = parameter_arrays(model)
-    chosen = _matching(adapter.modules_to_save, arrays, "adapter.modules_to_save")
+    chosen = matching_paths(adapter.modules_to_save, arrays, "adapter.modules_to_save")
     return [path for path in arrays if path in chosen]
 
 
@@ -138,22 +164,25 @@ def is_bfloat16(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
 
 
 def _is_matrix(spec: ArraySpec) -> bool:
-    return "embed" in spec.axes and len([axis for axis in spec.axes if axis != "layers"]) > 1
+    own = [axis for axis in spec.axes if axis not in ("layers", "experts")]
+    return "embed" in spec.axes and len(own) > 1  # biases of experts are vectors
 
 
 def _can_adapt(path: str, spec: ArraySpec) -> bool:
-    """Return whether a weight can have LoRA factors: a matrix of the layers, not experts or router.
+    """Return whether a weight can have LoRA factors: a matrix of the layers, not the router."""
+    return path.startswith("layers/") and _is_matrix(spec) and "router" not in spec.axes
 
-    Experts multiply sorted groups of tokens, which `layers.multiply` does not support.
+
+def _is_of_experts(spec: ArraySpec) -> bool:
+    return "experts" in spec.axes
+
+
+def matching_paths(patterns: Iterable[str], paths: Iterable[str], setting: str) -> set[str]:
+    """Return the paths that match a pattern.
+
+    Raises:
+        ShardingError: a pattern matches none.
     """
-    return (
-        path.startswith("layers/")
-        and _is_matrix(spec)
-        and not {"experts", "router"} & set(spec.axes)
-    )
-
-
-def _matching(patterns: Iterable[str], paths: Iterable[str], setting: str) -> set[str]:
     paths, matched = list(paths), set()
     for pattern in patterns:
         matching_paths = {path for path in paths if matches(path, pattern)}
@@ -167,15 +196,16 @@ def _matching(patterns: Iterable[str], paths: Iterable[str], setting: str) -> se
 
 
 def _lora_factors(spec: ArraySpec, rank: int) -> tuple[ArraySpec, ArraySpec]:
-    """Return the specs of a weight's two LoRA factors.
+    """Return the specs of a weight's two LoRA factors; each expert has both.
 
     embed is the first axis of an input projection and the last axis of an output projection.
     """
-    input_dims = 2 if spec.axes[1] == "embed" else len(spec.axes) - 1
-    first = ArraySpec((*spec.shape[:input_dims], rank), (*spec.axes[:input_dims], "rank"))
+    lead = 2 if _is_of_experts(spec) else 1
+    inputs = lead + 1 if spec.axes[lead] == "embed" else len(spec.axes) - 1
+    first = ArraySpec((*spec.shape[:inputs], rank), (*spec.axes[:inputs], "rank"))
     second = ArraySpec(
-        (spec.shape[0], rank, *spec.shape[input_dims:]),
-        (spec.axes[0], "rank", *spec.axes[input_dims:]),
+        (*spec.shape[:lead], rank, *spec.shape[inputs:]),
+        (*spec.axes[:lead], "rank", *spec.axes[inputs:]),
     )
     return first, second
 
@@ -186,8 +216,20 @@ def _stored_form(path: str, spec: ArraySpec, adapter: Adapter, program: Resolved
         return {path: replace(spec, dtype="bfloat16")}
     if not is_quantized(path, spec, adapter):
         return {path: spec}
+    assert adapter.base_dtype in ("int8", "nf4")
+    return quantized_form(path, spec, adapter.base_dtype, program)
+
+
+def quantized_form(
+    path: str, spec: ArraySpec, kind: QuantizationKind, program: ResolvedProgram
+) -> Arrays:
+    """Return the codes and scales of a quantized frozen array, by path.
+
+    Raises:
+        ShardingError: the last axis of an nf4 array is odd.
+    """
     size, axis = spec.shape[-1], spec.axes[-1]
-    pair = 2 if adapter.base_dtype == "nf4" else 1
+    pair = 2 if kind == "nf4" else 1
     if size % pair:
         raise ShardingError(
             f"{path}: nf4 stores two codes per byte, and the last axis {axis!r} has size {size}, "
@@ -206,6 +248,12 @@ def _stored_form(path: str, spec: ArraySpec, adapter: Adapter, program: Resolved
         f"{path}/{CODES}": codes,
         f"{path}/{SCALES}": with_last_dim(size // block_size(size), "float32"),
     }
+
+
+def weight_path(path: str) -> str:
+    """Return the path of the weight to which a factor, codes or scales belong; else the path."""
+    stem, _, name = path.rpartition("/")
+    return stem if name in (LORA_A, LORA_B, CODES, SCALES) else path
 
 
 def weight_count(arrays: Mapping[str, ArraySpec]) -> int:

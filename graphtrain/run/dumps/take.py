@@ -99,7 +99,9 @@ def take_dump(
                 begin = _new(programs, run, initial_weights)
             frozen = ()
             if initial_weights is not None and has_frozen_weights(program.settings):
-                frozen = (initial_weights.frozen(programs[DUMP].inputs("frozen")),)
+                inputs = programs[DUMP].inputs
+                trained = inputs("state")["parameters"]
+                frozen = (initial_weights.frozen(inputs("frozen"), trained),)
             dumper = StepDumper(program, run, frozen, unfinished, eager=eager)
             dumper.write_steps(phases, begin, steps)
         on_all_ranks(stack.close)

@@ -1,0 +1,172 @@
+"""Import of PEFT adapters of imported models.
+
+A run stores factors in PEFT's shapes, by the names of the module's parameters. Reading imports no
+PyTorch: the layers of an array are recognised by their names, as in weights of Hugging Face.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from graphtrain.config.schema import Adapter
+from graphtrain.errors import WeightsError
+from graphtrain.models.lora.trainable import LORA_A, LORA_B
+from graphtrain.weights.peft import (
+    PEFT_PREFIX,
+    load_adapter_tensors,
+    peft_scale,
+    read_adapter_config,
+)
+from graphtrain.weights.torch_modules import rows_of
+from lowering.trees import Tree, flatten
+
+if TYPE_CHECKING:
+    from sharding_rules.pipeline import Stages
+
+WRAPPED = ".base_layer"  # of a module in which PEFT adapts several parameters
+_MOST_WRAPPED = 4
+
+
+class ImportedPeftAdapter:
+    """Adapter saved by PEFT, for an imported model.
+
+    Raises:
+        WeightsError: the adapter is of an unsupported kind.
+    """
+
+    def __init__(self, directory: Path, adapter: Adapter) -> None:
+        self.directory, self._adapter = directory, adapter
+        self._config = read_adapter_config(directory, allow_parameters=True)
+        self._tensors = {
+            name.removeprefix(PEFT_PREFIX): tensor.astype(np.float32)
+            for name, tensor in load_adapter_tensors(directory).items()
+        }
+
+    def arrays(self, described: Tree, stages: Stages | None) -> dict[str, np.ndarray]:
+        """Return the trained arrays by path, their layers in order.
+
+        Args:
+            described: Tree of the trained arrays with their shapes.
+            stages: Pipeline stages for which their rows are ordered.
+
+        Raises:
+            WeightsError: the adapter does not match [program.adapter].
+        """
+        shapes = {path: tuple(leaf.shape) for path, leaf in flatten(described).items()}
+        unread, arrays = set(self._tensors), {}
+        for path, shape in shapes.items():
+            stem, _, name = path.rpartition("/")
+            if name == LORA_B:
+                continue
+            if name == LORA_A:
+                forms = zip(
+                    _forms(shape, stages), _forms(shapes[f"{stem}/{LORA_B}"], stages), strict=True
+                )
+                names, (a, b) = self._pair(stem, list(forms))
+                arrays |= {path: a, f"{stem}/{LORA_B}": b}
+            else:
+                names = self._saved(path, shape, stages)
+                arrays[path] = self._read(names)
+            unread -= set(names)
+        if unread:
+            raise WeightsError(
+                f"{self.directory} also contains {', '.join(sorted(unread)[:3])}, which "
+                "[program.adapter] does not train; add them to its target_modules or "
+                "modules_to_save"
+            )
+        return arrays
+
+    def _pair(
+        self, path: str, forms: list[tuple[_Form, _Form]]
+    ) -> tuple[list[str], tuple[np.ndarray, np.ndarray]]:
+        """Return the names of a parameter's factors, and both, with PEFT's scale in the second."""
+        found = [
+            (of_a, of_b, names_a, names_b)
+            for of_a, of_b in forms
+            for module in _modules(path, of_a)
+            if (names_a := self._find(f"{module}.lora_A.weight", _stored_a(of_a)))
+            and (names_b := self._find(f"{module}.lora_B.weight", _stored_b(of_b)))
+        ]
+        if len(found) != 1:
+            reason = "several" if found else "no"
+            shapes = " or ".join(f"{a.shape} and {b.shape}" for a, b in forms)
+            raise WeightsError(
+                f"{self.directory} has {reason} factors for {path} of shapes {shapes}, which "
+                "[program.adapter] trains; check its rank and target_modules"
+            )
+        ((of_a, of_b, names_a, names_b),) = found
+        first, second = self._read(names_a), self._read(names_b)
+        rank = of_a.shape[-2]
+        scale = peft_scale(self._config, names_a[0].removesuffix(".lora_A.weight"), rank)
+        if (ratio := scale / self._adapter.scale) != 1:
+            second = second * np.float32(ratio)
+        if len(of_a.shape) == 3:
+            experts, outputs, lead = of_a.shape[0], of_b.shape[1], first.shape[:-2]
+            first = first.reshape(*lead, *of_a.shape)
+            second = np.moveaxis(second.reshape(*lead, outputs, rank, experts), -1, -3)
+        return [*names_a, *names_b], (first, np.ascontiguousarray(second))
+
+    def _saved(self, path: str, shape: tuple[int, ...], stages: Stages | None) -> list[str]:
+        name = path.replace("/", ".")
+        for form in _forms(shape, stages, least=1):
+            if names := self._find(name, form):
+                return names
+        raise WeightsError(
+            f"{self.directory} has no {name} of shape {list(shape)}, which [program.adapter] "
+            "trains; remove it from modules_to_save"
+        )
+
+    def _find(self, name: str, form: _Form) -> list[str]:
+        """Return the name of a tensor, or those of its rows in all layers; empty: there is none."""
+
+        def has(names: list[str]) -> bool:
+            return all(
+                one in self._tensors and self._tensors[one].shape == form.shape for one in names
+            )
+
+        if form.layers is None:
+            return [name] if has([name]) else []
+        return next(filter(has, rows_of(name, form.layers, set(self._tensors))), [])
+
+    def _read(self, names: list[str]) -> np.ndarray:
+        arrays = [self._tensors[name] for name in names]
+        return np.stack(arrays) if len(arrays) > 1 else arrays[0]
+
+
+class _Form(NamedTuple):
+    """Possible form of an array: `layers` rows of a shape, or one array of it."""
+
+    shape: tuple[int, ...]
+    layers: int | None
+
+
+def _forms(shape: tuple[int, ...], stages: Stages | None, least: int = 2) -> list[_Form]:
+    """Return the forms in which an array of this shape may be stored."""
+    leading = 2 if stages is not None and stages.rounds > 1 else 1
+    layers = shape[0] if stages is None else sum(stages.layers)
+    forms = [_Form(shape[leading:], layers), _Form(shape, None)]
+    return [form for form in forms if least <= len(form.shape) <= 3]
+
+
+def _modules(path: str, factor: _Form) -> list[str]:
+    """Return the names under which PEFT may store the factors of a parameter."""
+    name = path.replace("/", ".")
+    if len(factor.shape) == 2:
+        return [name.removesuffix(".weight")]
+    return [name.rpartition(".")[0] + WRAPPED * depth for depth in range(_MOST_WRAPPED)]
+
+
+def _stored_a(form: _Form) -> _Form:
+    """Return the form of lora_A: the ranks of all experts are one axis."""
+    *experts, rank, inputs = form.shape
+    return form._replace(shape=(math.prod(experts) * rank, inputs))
+
+
+def _stored_b(form: _Form) -> _Form:
+    """Return the form of lora_B, as _stored_a."""
+    *experts, outputs, rank = form.shape
+    return form._replace(shape=(outputs, rank * math.prod(experts)))

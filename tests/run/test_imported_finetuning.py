@@ -1,0 +1,84 @@
+"""Adapters and DPO of models of transformers through the real commands, to peft and back."""
+
+import json
+
+import peft
+import pytest
+import torch
+import transformers
+from test_torch import configure
+from test_weights import reference_loss
+
+ADAPTER = """
+[program.adapter]
+rank = 4
+alpha = 8.0
+target_modules = ["q_proj", "experts/*"]
+modules_to_save = ["lm_head"]
+"""
+STAGES = [
+    "--target", "cpu:4", "--set", "program.mesh.fsdp=2", "--set", "program.mesh.stage=2",
+    "--set", "program.mesh.data=1", "--set", "program.batch.microbatches=2",
+]  # fmt: skip
+TENSOR = ["--target", "cpu:2", "--set", "program.mesh.data=1", "--set", "program.mesh.tensor=2"]
+
+# Of peft and transformers to each other.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+
+def configure_mixture(place, tables: str) -> None:
+    """Write a small mixture with random weights, and make config.toml train from it."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 264}
+    mixture = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    settings = transformers.MixtralConfig(**sizes, **heads, **mixture, initializer_range=0.2)
+    transformers.MixtralForCausalLM(settings).save_pretrained(place.path / "source")
+    configure(place, 'hf = "source"')
+    config = place.path / "config.toml"
+    text = config.read_text().replace("steps = 16", 'steps = 4\ninit_from = "source"')
+    config.write_text(text.replace("warmup_steps = 2", 'schedule = "constant"') + tables)
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_an_adapter_of_experts_is_trained_in_stages_resharded_and_exported(cold):
+    configure_mixture(cold, ADAPTER)
+    cold.command("compile", "config.toml", *STAGES)
+    cold.command("run", "config.toml", *STAGES, "--set", "run.steps=2")
+    cold.command("compile", "config.toml", *TENSOR)
+    out, _ = cold.command("run", "config.toml", *TENSOR, "--set", "run.export=peft")
+    assert "exported to run/peft-4\n" in out
+    validation = cold.journal()[-1]["validation_loss"]
+
+    cold.command("convert", "graphtrain-to-hf", "run", "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(cold.path / "merged")
+    data = cold.path / "data/validation"
+    assert reference_loss(merged, data, 264) == pytest.approx(validation, rel=1e-5)
+    base = transformers.AutoModelForCausalLM.from_pretrained(cold.path / "source")
+    tokens = torch.arange(64)[None]
+    with torch.no_grad():
+        before = base(tokens).logits
+        tuned = peft.PeftModel.from_pretrained(base, cold.path / "run/peft-4")
+        torch.testing.assert_close(tuned(tokens).logits, merged(tokens).logits, rtol=0, atol=1e-5)
+        assert (tuned(tokens).logits - before).abs().max() > 1e-3
+
+    tuned.save_pretrained(cold.path / "theirs")
+    given = ["--set", "run.directory=new", "--set", "run.init_adapter_from=theirs"]
+    out, _ = cold.command("evaluate", "config.toml", *STAGES, *given, "--json")
+    assert json.loads(out)["validation_loss"] == pytest.approx(validation, rel=1e-5)
+
+    _, err = cold.command("generate", "config.toml", "It was", status=2)
+    assert "program.adapter of model.hf or model.torch cannot be merged for generation" in err
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_a_quantized_base_is_merged_as_the_run_trained_with_it(cold):
+    configure_mixture(cold, ADAPTER + 'base_dtype = "nf4"\n')
+    cold.command("compile", "config.toml", *TENSOR)
+    cold.command("run", "config.toml", *TENSOR, "--set", "run.steps=2")
+    cold.command("convert", "graphtrain-to-hf", "run", "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(cold.path / "merged")
+    loss = reference_loss(merged, cold.path / "data/validation", 264)
+    assert loss == pytest.approx(cold.journal()[-1]["validation_loss"], rel=1e-5)
