@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 
 from graphtrain.config.schema import Adapter, Model
-from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import fully_trained_paths, is_of_experts, lora_paths
 from graphtrain.weights.convert import read_config, with_unpadded_vocab
 from graphtrain.weights.families import Family, family_of_config, family_of_model
@@ -45,12 +44,6 @@ class AdapterTable:
         """Return the table for a model whose Hugging Face files are in the folder `side`."""
         family, unpadded = family_of_folder(side, model)
         targets = frozenset(lora_paths(model, adapter))
-        if experts := sorted(path for path in targets if is_of_experts(model, path)):
-            raise WeightsError(
-                f"{', '.join(experts)}: factors of the native decoder's experts have no form in "
-                'PEFT; export merged weights (run.export = "hf"), or train the model with '
-                "model.hf, whose adapters of experts PEFT reads"
-            )
         modules_to_save = frozenset(fully_trained_paths(model, adapter))
         return cls(family, unpadded, adapter, targets, modules_to_save)
 
@@ -67,9 +60,10 @@ class AdapterTable:
         return next(rows, "lm_head.weight")
 
     def adapted_weights(self) -> Iterator[LayerWeights]:
-        """Yield the weights that have LoRA factors."""
+        """Yield the weights that have LoRA factors, without experts: see expert_factors."""
+        targets = {path for path in self.targets if not is_of_experts(self.model, path)}
         for layer_weights in self.family.weights(self.model):
-            if self.targets & set(layer_weights.row.paths):
+            if targets & set(layer_weights.row.paths):
                 yield layer_weights
 
     def fully_trained_weights(self) -> Iterator[LayerWeights]:

@@ -15,6 +15,7 @@ import numpy as np
 from graphtrain.config.schema import Adapter
 from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import LORA_A, LORA_B
+from graphtrain.weights.expert_factors import WRAPPED
 from graphtrain.weights.peft import (
     PEFT_PREFIX,
     load_adapter_tensors,
@@ -27,7 +28,6 @@ from lowering.trees import Tree, flatten
 if TYPE_CHECKING:
     from sharding_rules.pipeline import Stages
 
-WRAPPED = ".base_layer"  # of a module in which PEFT adapts several parameters
 _MOST_WRAPPED = 4
 
 

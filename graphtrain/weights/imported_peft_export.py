@@ -14,7 +14,7 @@ from graphtrain.config.schema import Adapter
 from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import LORA_A, LORA_B
 from graphtrain.weights.convert import ConversionSummary
-from graphtrain.weights.imported_peft import WRAPPED
+from graphtrain.weights.expert_factors import WRAPPED
 from graphtrain.weights.peft import ADAPTER_CONFIG, PEFT_PREFIX, WEIGHTS, name_within_layer
 from graphtrain.weights.torch_modules import block_rows
 

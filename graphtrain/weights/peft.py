@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,14 @@ from graphtrain.errors import WeightsError
 from graphtrain.files import validate
 from graphtrain.models.lora.trainable import LORA_A, LORA_B, trained_arrays
 from graphtrain.weights.convert import ConversionSummary, run_of_imported_model
+from graphtrain.weights.expert_factors import (
+    config_of_experts,
+    expert_modules,
+    expert_parameters,
+    expert_tensors,
+    from_peft_experts,
+    parameter_names,
+)
 from graphtrain.weights.factors import (
     EMBEDDING,
     AdapterTable,
@@ -116,6 +124,7 @@ def write_peft_folder(
         )
         pairs = dict(zip(paths, zip(factors[::2], factors[1::2], strict=True), strict=True))
         tensors |= _named_factors(layer_weights, *to_peft(layer_weights, pairs, table.model))
+    tensors |= {PEFT_PREFIX + name: one for name, one in expert_tensors(table, read).items()}
     for layer_weights in table.fully_trained_weights():
         arrays = read(layer_weights.row.paths, layer_weights.layer)
         unpadded = [
@@ -148,8 +157,9 @@ class PeftAdapter:
     def __init__(self, directory: Path, program: Program, side: Path) -> None:
         assert program.adapter is not None
         self.directory, self.adapter = directory, program.adapter
-        self.config = read_adapter_config(directory)
         self._table = AdapterTable.from_folder(side, program.model, program.adapter)
+        has_experts = bool(expert_parameters(self._table))
+        self.config = read_adapter_config(directory, allow_parameters=has_experts)
         self._tensors = load_adapter_tensors(directory)
         self.arrays = self._stack(program)
         if self._tensors:
@@ -166,6 +176,9 @@ class PeftAdapter:
             for path, (lora_a, lora_b) in self._pairs(layer_weights).items():
                 arrays[f"{path}/{LORA_A}"][layer_weights.layer] = lora_a
                 arrays[f"{path}/{LORA_B}"][layer_weights.layer] = lora_b
+        for layer, path, (lora_a, lora_b) in self._expert_pairs(program):
+            arrays[f"{path}/{LORA_A}"][layer] = lora_a
+            arrays[f"{path}/{LORA_B}"][layer] = lora_b
         for layer_weights in self._table.fully_trained_weights():
             tensors = [self._pop_tensor(name, PEFT_PREFIX + name) for name in layer_weights.names]
             if layer_weights.row.paths == (EMBEDDING,):
@@ -235,6 +248,27 @@ class PeftAdapter:
             pairs[path] = converted[path]
         return pairs
 
+    def _expert_pairs(
+        self, program: Program
+    ) -> Iterator[tuple[int, str, tuple[np.ndarray, np.ndarray]]]:
+        """Yield both LoRA factors of the adapted weights of experts, by layer and path."""
+        parameters = expert_parameters(self._table)
+        mixture = program.model.moe
+        for layer, module in expert_modules(self._table).items():
+            assert mixture is not None
+            for parameter, wrapper in parameter_names(module, list(parameters)).items():
+                a, b = (
+                    self._pop_tensor(module, f"{PEFT_PREFIX}{wrapper}.lora_{name}.weight")
+                    for name in "AB"
+                )
+                scale = peft_scale(self.config, f"{module}.{parameter}", len(a) // mixture.experts)
+                if (ratio := scale / self.adapter.scale) != 1:
+                    b = b * np.float32(ratio)
+                paths = parameters[parameter]
+                pairs = from_peft_experts(parameter, paths, a, b, self._table)
+                for path, pair in pairs.items():
+                    yield layer, path, pair
+
     def _check_shapes(
         self, name: str, tensors: list[np.ndarray], expected: Sequence[tuple[int, ...]]
     ) -> None:
@@ -298,6 +332,7 @@ def _config(table: AdapterTable) -> dict[str, Any]:
     ]
     names += [table.tie_word_embeddings] if table.tie_word_embeddings else []
     saved = {name_within_layer(name.rpartition(".")[0]) for name in names}
+    of_experts = config_of_experts(table)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -307,11 +342,14 @@ def _config(table: AdapterTable) -> dict[str, Any]:
         "use_rslora": adapter.use_rslora,
         "lora_dropout": adapter.dropout,
         "target_modules": list(targets),
-        "rank_pattern": {name: adapter.rank * count for name, count in packed_counts.items()},
+        "target_parameters": of_experts.get("target_parameters"),
+        "rank_pattern": {name: adapter.rank * count for name, count in packed_counts.items()}
+        | of_experts.get("rank_pattern", {}),
         "alpha_pattern": {
             name: adapter.alpha * (count**0.5 if adapter.use_rslora else count)
             for name, count in packed_counts.items()
-        },
+        }
+        | of_experts.get("alpha_pattern", {}),
         "modules_to_save": sorted(saved) or None,
         "fan_in_fan_out": fan_in_fan_out,
         "bias": "none",

@@ -53,6 +53,11 @@ CASES = {
         ["query_key_value", "dense"],
     ),
 }
+MIXTURE = (
+    "Mixtral",
+    LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ["q_proj"],
+)
 TARGETS = {
     "llama": ("attention/query", "attention/output", "mlp/down"),
     "gpt2": ("attention/query", "attention/key", "attention/value", "mlp/*"),
@@ -62,7 +67,7 @@ TOKENS = np.random.default_rng(0).integers(0, 61, (2, 12))
 
 
 def base(case: str, path: Path) -> torch.nn.Module:
-    kind, settings, _ = CASES[case]
+    kind, settings, _ = MIXTURE if case == "mixtral" else CASES[case]
     config = getattr(transformers, f"{kind}Config")(**settings)
     name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
     torch.manual_seed(0)
@@ -192,6 +197,72 @@ def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, use_rslora, tm
     with torch.no_grad():
         want = loaded(torch.tensor(TOKENS)).logits.numpy()
     weights = apply_lora(program, unflatten(ours), frozen_of(tmp_path, program))
+    assert_close(quickly(lambda tree: forward(program.model, tree, TOKENS)[0])(weights), want)
+
+
+EXPERTS = ("attention/query", "mlp/gate", "mlp/up", "mlp/down")
+
+
+# PEFT 0.21 looks for patterns of ranks among modules, and says that it ignores those of parameters;
+# the equal logits show that it does not.
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+def test_factors_of_experts_go_to_peft_and_come_back_bit_for_bit(tmp_path):
+    base("mixtral", tmp_path)
+    program = program_of(tmp_path, target_modules=EXPERTS)
+    random = np.random.default_rng(1)
+    ours = {
+        path: random.normal(0, 0.2, spec.shape).astype(np.float32)
+        for path, spec in trained_arrays(program).items()
+    }
+    side = tmp_path / "ours/hugging_face"
+
+    def read(paths, layer):
+        return [ours[path][layer] for path in paths]
+
+    table = AdapterTable.from_folder(side, program.model, program.adapter)
+    write_peft_folder(table, read, tmp_path / "written")
+    again = PeftAdapter(tmp_path / "written", program, side)
+    assert set(again.arrays) == set(ours)
+    for path, array in ours.items():
+        np.testing.assert_array_equal(again.arrays[path], array, err_msg=path)
+    source = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "source", experts_implementation="eager"
+    )
+    loaded = peft.PeftModel.from_pretrained(source, tmp_path / "written").double().eval()
+    assert_same_logits(program, ours, loaded, tmp_path)
+
+
+def test_factors_of_experts_come_from_peft(tmp_path):
+    model = base("mixtral", tmp_path)
+    model.set_experts_implementation("eager")  # the others have no float64
+    config = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=7,
+        target_modules=["q_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )
+    tuned = peft.get_peft_model(model, config)
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape)
+    tuned.save_pretrained(tmp_path / "adapter")
+    program = program_of(tmp_path, target_modules=EXPERTS)
+    side = tmp_path / "ours/hugging_face"
+    adapter = PeftAdapter(tmp_path / "adapter", program, side)
+    assert_same_logits(program, adapter.arrays, tuned.double().eval(), tmp_path)
+
+    for targets, words in (
+        (EXPERTS[:2] + EXPERTS[3:], "adapts more than layers/mlp/gate"),
+        (EXPERTS[:3], "adapts more parameters of experts than .program.adapter."),
+    ):
+        with pytest.raises(WeightsError, match=words):
+            PeftAdapter(tmp_path / "adapter", program_of(tmp_path, target_modules=targets), side)
+
+
+def assert_same_logits(program, arrays, theirs, path):
+    with torch.no_grad():
+        want = theirs(torch.tensor(TOKENS)).logits.numpy()
+    weights = apply_lora(program, unflatten(arrays), frozen_of(path, program))
     assert_close(quickly(lambda tree: forward(program.model, tree, TOKENS)[0])(weights), want)
 
 
