@@ -326,7 +326,9 @@ class TrainingLoop:
     ) -> None:
         if self.run.verify_every is not None:
             compare_replicas(self.programs, state, completed_steps)
-        self.checkpoints.save(  # waits until the previous one is complete
+        self.checkpoints.wait()
+        self._report_checkpoint()  # before the next step is noted, on all ranks alike
+        self.checkpoints.save(
             completed_steps,
             lowering.backend(self.program.target).checkpoint_arrays(state),
             self.loader.state(),
@@ -337,7 +339,6 @@ class TrainingLoop:
             changes=self.changes,
             spikes=self.spikes.state(),
         )
-        self._report_checkpoint()
         self._saving = completed_steps if is_whole else None
 
     def _check_finite(self, completed_steps: int, state: Tree) -> None:

@@ -1,6 +1,9 @@
 """Which steps hosts without a shared disk upload: all decide the same."""
 
 import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,10 +12,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from graphtrain.checkpoints import part_uploads
 from graphtrain.checkpoints.host_tier import HostTier
+from graphtrain.checkpoints.layer_order import LayerOrder
 from graphtrain.checkpoints.part_uploads import PartUploads
+from graphtrain.checkpoints.peer_steps import PeerSteps
+from graphtrain.checkpoints.peers import Peers
 from graphtrain.checkpoints.pieces import all_pieces, pieces_on_host, pieces_to_upload, shard_shapes
+from graphtrain.checkpoints.steps import Retention
+from graphtrain.checkpoints.tiered import TieredCheckpoints
+from graphtrain.config.schema import CheckpointSettings
 from graphtrain.errors import TrainingError
 from graphtrain.run import agreement, resume
+from graphtrain.run.loop import TrainingLoop
+from graphtrain.run.uploads import Uploads
+from lowering.machine.target import Target
+from lowering.xla.backend import from_shards
 
 
 def state():
@@ -78,3 +91,48 @@ def test_a_checkpoint_that_only_one_host_sees_is_not_passed_over(monkeypatch, tm
     resume._check_seen_by_all(tmp_path, {8: 1, 12: 0}, 12)
     with pytest.raises(TrainingError, match=r"only rank 0 has the checkpoint of step 12 in .*push"):
         resume._check_seen_by_all(tmp_path, {8: 1, 12: 0}, 8)
+
+
+def tiered(path: Path, parts: PartUploads, **options) -> TieredCheckpoints:
+    """Checkpoints of one host that shares no disk with others."""
+    peers, order = Peers([("127.0.0.1", 1)], ""), LayerOrder(None, from_shards)
+    steps = PeerSteps(parts.tier, peers)
+    place = path / "checkpoints"
+    return TieredCheckpoints(
+        place, Retention(2), order, tier=parts.tier, peers=peers, peer_steps=steps, uploads=parts,
+        **options,
+    )  # fmt: skip
+
+
+def test_a_step_whose_write_ends_while_the_next_one_is_saved_is_uploaded(tmp_path, monkeypatch):
+    parts = PartUploads(HostTier(tmp_path / "disk"))
+    settings = CheckpointSettings(local=str(tmp_path / "disk"), remote=str(tmp_path / "store"))
+    uploads, asked = Uploads(tmp_path, settings, print, parts), []
+    monkeypatch.setattr(uploads, "_ask", lambda request: asked.append(request.step))
+    write = HostTier.write
+
+    def write_slowly(*arguments):
+        time.sleep(0.3)
+        write(*arguments)
+
+    monkeypatch.setattr(HostTier, "write", write_slowly)
+    loop = object.__new__(TrainingLoop)
+    loop.__dict__ |= {
+        "checkpoints": tiered(tmp_path, parts),
+        "run": SimpleNamespace(verify_every=None),
+        "phases": SimpleNamespace(
+            current=SimpleNamespace(
+                phase=SimpleNamespace(program=SimpleNamespace(target=Target.parse("cpu:1"))),
+                identity={},
+            ),
+            loader=SimpleNamespace(state=dict),
+        ),
+        "spikes": SimpleNamespace(state=dict),
+        "changes": [],
+        "notify": lambda event, *arguments: getattr(uploads, event)(*arguments),
+        "_journal_position": lambda: None,
+    }
+    for step in (40, 60):
+        loop._save(step, state(), None, is_whole=True)
+    assert asked == [40]
+    loop.checkpoints.close()
