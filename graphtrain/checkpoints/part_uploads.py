@@ -2,7 +2,7 @@
 
 One upload is under way at a time: the hosts need different times, and would otherwise upload parts
 of different steps. A step that is saved meanwhile is left out, unless a host cannot go on with the
-one before: then all take the new one.
+one before, or rank 0 waits for parts that no host uploads any more: then all take the new one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from graphtrain.checkpoints.remote_parts import PartSource, PartsUpload
 from lowering.trees import Tree
 from lowering.xla import distributed
 
-State = Literal["idle", "busy", "failing"]  # of the upload that a host was asked for
+# Of the upload that a host was asked for. Only rank 0 waits, for the parts of the others. A host
+# whose part was refused is failing until it is asked for the next one.
+State = Literal["idle", "busy", "waiting", "failing"]
 
 
 @dataclass

@@ -150,16 +150,31 @@ def _upload_parts(
         _report("part uploaded", request.step)
         return None
     uploaded = UploadedParts(remote, request.step, parts)
-    while not uploaded.are_complete():
-        if queue.wait_for_newer(_POLL_SECONDS):
-            _report("superseded", request.step)
-            return None
+    if not _wait_for_parts(uploaded, request.step, queue):
+        return None
     manifest = uploaded.finish(Path(job.run_directory))
     try:
         uploaded.delete_records()
     except CacheError as error:
         _report("not deleted", request.step, reason=str(error))
     return manifest
+
+
+def _wait_for_parts(uploaded: UploadedParts, step: int, queue: _Queue) -> bool:
+    """Wait for the parts of all hosts; return False if a newer step waits, and they are not there.
+
+    A newer step is asked for while this process waits only if a part never comes, or all have come.
+    """
+    if uploaded.are_complete():
+        return True
+    _report("waiting", step)
+    has_newer = False
+    while not has_newer:
+        has_newer = queue.wait_for_newer(_POLL_SECONDS)
+        if uploaded.are_complete():
+            return True
+    _report("incomplete", step)
+    return False
 
 
 def _is_present(remote: RemoteCheckpoints, job: UploadJob, request: UploadRequest) -> bool:

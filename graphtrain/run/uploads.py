@@ -24,6 +24,9 @@ from graphtrain.run.callbacks import Callback
 from graphtrain.run.events import Metrics, RunStart, RunSummary
 from lowering.xla import distributed
 
+# After an event of the process. A part that was refused never comes, for which rank 0 would wait.
+_PROGRESS: Mapping[str, State] = {"waiting": "waiting", "failed": "failing", "refused": "failing"}
+
 
 class Uploads(Callback):
     """Callback that has a process upload checkpoints; none of its failures ends the run.
@@ -55,7 +58,7 @@ class Uploads(Callback):
         self._complete = 0  # newest step in the store, or the first step of this process
         self._start_step = 0
         self._asked = -1  # newest step that was asked for
-        self._is_failing = False
+        self._progress: State = "idle"  # of the newest step that was asked for
         self._left_out: int | None = None  # step that is uploaded if it is the last
         if parts is not None:
             parts.state = self._state
@@ -104,11 +107,9 @@ class Uploads(Callback):
     def _state(self) -> State:
         """Return how far this host is, for all to agree which step is uploaded next."""
         self._read_events()
-        if not self._in_use:
-            return "idle"
-        if self._process is None or self._process.poll() is not None:
-            self._is_failing = True  # it was killed
-        return "failing" if self._is_failing else "busy"
+        if self._in_use and (self._process is None or self._process.poll() is not None):
+            return "failing"  # it was killed
+        return self._progress
 
     def steps_in_use(self) -> set[int]:
         """Return the steps whose local checkpoints must stay, because they are uploaded."""
@@ -162,7 +163,7 @@ class Uploads(Callback):
             )
 
     def _ask(self, request: UploadRequest) -> None:
-        self._asked = request.step
+        self._asked, self._progress = request.step, "busy"
         self._in_use[request.step] = request
         requests = [request]
         try:
@@ -204,9 +205,10 @@ class Uploads(Callback):
 
     def _handle(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
         where = f"the checkpoint of step {step}"
-        if kind not in ("failed", "not deleted"):
+        if kind not in ("failed", "not deleted", "waiting"):
             self._in_use.pop(step, None)
-        self._is_failing = kind == "failed"
+        if step >= self._asked:
+            self._progress = _PROGRESS.get(kind, "idle")
         if kind in ("uploaded", "present"):
             self._complete = max(self._complete, step)
         if kind == "uploaded":
@@ -215,6 +217,11 @@ class Uploads(Callback):
             self._note(f"uploaded {where} to {self._url}{instead}, {size} in {seconds:.1f} s")
         elif kind == "superseded":
             self._warn_of_superseded(step)
+        elif kind == "incomplete":
+            _warn(
+                f"{where} is not uploaded to {self._url}: other hosts have not uploaded their "
+                "parts, and a newer one waits; the warnings of the other hosts say why"
+            )
         elif kind == "failed":
             _warn(f"{where} is not uploaded yet, and is tried again: {facts['reason']}")
         elif kind == "refused":

@@ -56,6 +56,9 @@ def ranks(monkeypatch):
         ("idle", "busy", True),
         ("busy", "failing", False),
         ("failing", "idle", False),
+        ("waiting", "busy", True),
+        ("waiting", "failing", False),
+        ("waiting", "idle", False),  # for a part that never comes
     ],
 )
 def test_a_step_is_left_out_while_a_host_uploads_and_none_fails(
@@ -71,6 +74,34 @@ def test_a_step_is_left_out_while_a_host_uploads_and_none_fails(
     assert uploads.steps() == [4]
     uploads.add(8, state())
     assert uploads.upload(4) is None and uploads.steps() == [8]
+
+
+def test_a_host_is_failing_after_its_part_was_refused_until_the_next_request(tmp_path, monkeypatch):
+    settings = CheckpointSettings(local=str(tmp_path / "disk"), remote=str(tmp_path / "store"))
+    parts, events = PartUploads(HostTier(tmp_path / "disk")), []
+    uploads = Uploads(tmp_path, settings, print, parts)
+    monkeypatch.setattr(uploads, "_start", lambda: None)
+    monkeypatch.setattr(uploads, "_process", SimpleNamespace(poll=lambda: None))
+    monkeypatch.setattr(uploads, "_send", events.append)
+
+    def after(event, step):
+        uploads._events.put({"event": event, "step": step, "reason": "damaged"})
+        return parts.state()
+
+    def save(step):
+        parts.add(step, state())
+        uploads.on_checkpoint(step, tmp_path)
+        return parts.state()
+
+    assert save(40) == "busy" and after("waiting", 40) == "waiting"
+    with pytest.warns(UserWarning, match="step 40 cannot be uploaded: damaged"):
+        assert after("refused", 40) == "failing" and uploads.steps_in_use() == set()
+    assert save(60) == "busy" and [one["step"] for one in events] == [40, 60]
+    with pytest.warns(UserWarning, match=r"step 60 is not uploaded to .*other hosts have not"):
+        assert after("incomplete", 60) == "idle"
+    assert save(80) == "busy"
+    with pytest.warns(UserWarning, match="step 60 cannot be uploaded"):
+        assert after("refused", 60) == "busy"  # the newer step is not held up
 
 
 def test_the_pieces_of_all_ranks_are_all_pieces_each_once():

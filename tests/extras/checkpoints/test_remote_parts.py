@@ -67,7 +67,7 @@ def test_a_step_is_whole_when_every_host_has_uploaded_its_part(hosts, tmp_path, 
     assert hosts.upload(1, _Queue())
     first.join(30)
     assert hosts.remote.steps() == [4]
-    assert sorted(events(capsys)) == ["part uploaded", "uploaded"]
+    assert sorted(events(capsys)) == ["part uploaded", "uploaded", "waiting"]
     assert not list((tmp_path / "store").glob("v1/files/*/parts/*"))
     hosts.remote.verify(4)
     assert hosts.upload(0, _Queue()) and events(capsys) == ["present"]
@@ -83,7 +83,19 @@ def test_a_part_that_never_comes_is_given_up_for_a_newer_step(hosts, capsys):
     queue = _Queue()
     queue.put(UploadRequest(8))
     assert hosts.upload(0, queue)
-    assert events(capsys) == ["superseded"] and hosts.remote.steps() == []
+    assert events(capsys) == ["waiting", "incomplete"] and hosts.remote.steps() == []
+
+
+def test_a_part_that_came_before_a_newer_step_is_not_given_up(hosts, capsys, monkeypatch):
+    queue = _Queue()
+
+    def wait_for_newer(seconds):  # the other host uploads its part, then all save the next step
+        upload_parts(hosts.remote, hosts.uploads[1])
+        return True
+
+    monkeypatch.setattr(queue, "wait_for_newer", wait_for_newer)
+    assert hosts.upload(0, queue)
+    assert events(capsys) == ["waiting", "uploaded"] and hosts.remote.steps() == [4]
 
 
 def test_what_is_damaged_missing_or_differs_between_hosts_never_looks_whole(
