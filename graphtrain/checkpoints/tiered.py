@@ -43,7 +43,8 @@ class TieredCheckpoints(Checkpoints):
         tier: Parts on the disk of this host.
         peers: The other hosts.
         peer_steps: Steps from which the run could resume.
-        whole_every: Steps between whole checkpoints; None: only at the end of the run.
+        whole_every: Steps between checkpoints that all hosts share. None: only at the end of the
+            run if they are saved whole; if parts are uploaded, every checkpoint.
         copies: Whether each host has a copy of the part of another one.
         uploads: Uploads of parts, if `directory` is not on a disk that all hosts share; then no
             checkpoint is saved whole.
@@ -166,7 +167,9 @@ class TieredCheckpoints(Checkpoints):
 
     def is_due_whole(self, step: int) -> bool:
         """Return whether the checkpoint of a step must be one that all hosts share."""
-        return self._whole_every is not None and step % self._whole_every == 0
+        if self._whole_every is None:
+            return self._uploads is not None
+        return step % self._whole_every == 0
 
     def newest(self) -> int:
         """Return the step of the newest complete checkpoint, on the hosts' disks or whole."""

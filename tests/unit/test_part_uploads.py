@@ -167,3 +167,10 @@ def test_a_step_whose_write_ends_while_the_next_one_is_saved_is_uploaded(tmp_pat
         loop._save(step, state(), None, is_whole=True)
     assert asked == [40]
     loop.checkpoints.close()
+
+
+def test_without_remote_every_each_checkpoint_is_uploaded(tmp_path):
+    parts = PartUploads(HostTier(tmp_path / "disk"))
+    assert tiered(tmp_path, parts).is_due_whole(7)
+    every_four = tiered(tmp_path, parts, whole_every=4)
+    assert [step for step in (2, 4, 6, 8) if every_four.is_due_whole(step)] == [4, 8]
