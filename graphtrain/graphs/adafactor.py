@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from graphtrain.models.matrices import MatrixAxes, matrix_axes
+from graphtrain.models.matrices import STACK_AXES, MatrixAxes, matrix_axes
 from lowering.trees import flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 
@@ -61,8 +61,7 @@ def scale_by_adafactor(parameters: Mapping[str, ArraySpec]) -> optax.GradientTra
 
 def _inner(spec: ArraySpec) -> tuple[int, ...]:
     """Return the dimensions of one parameter: without stacked layers and experts."""
-    stacks = ("virtual_stages", "layers", "dense_layers", "experts")
-    return tuple(index for index, axis in enumerate(spec.axes) if axis not in stacks)
+    return tuple(index for index, axis in enumerate(spec.axes) if axis not in STACK_AXES)
 
 
 def _means(

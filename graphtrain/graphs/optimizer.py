@@ -16,7 +16,7 @@ from graphtrain.graphs.muon import scale_by_muon
 from graphtrain.graphs.schedule_free import schedule_free
 from graphtrain.graphs.soap import scale_by_soap
 from graphtrain.graphs.stored_moments import with_bfloat16_moments, with_int8_moments
-from graphtrain.models.matrices import is_hidden_matrix
+from graphtrain.models.matrices import STACK_AXES, is_hidden_matrix
 from graphtrain.models.optimizer_state import EMA, optimizer_arrays
 from lowering.trees import Tree, flatten, path_suffixes, unflatten
 from sharding_rules.arrays import ArraySpec
@@ -178,8 +178,7 @@ def _is_matrix(spec: ArraySpec) -> bool:
     Norms and biases have one axis beside layers and experts, or are the bias of a matrix whose
     output has two axes, such as heads and head_dim.
     """
-    stacks = ("virtual_stages", "layers", "dense_layers", "experts")
-    axes = [axis for axis in spec.axes if axis not in stacks]
+    axes = [axis for axis in spec.axes if axis not in STACK_AXES]
     return bool({"embed", "rank", "q_lora", "kv_lora"}.intersection(axes)) and len(axes) > 1
 
 

@@ -18,7 +18,7 @@ from sharding_rules.rules import Rules
 # Name scopes of the operations that exchange matrices.
 MUON_SCOPE, SOAP_SCOPE = "muon", "soap"
 
-_STACKS = ("virtual_stages", "layers", "dense_layers", "experts", None)
+STACK_AXES = ("virtual_stages", "layers", "dense_layers", "experts")  # of stacked parameters
 # Axes that together are the rows, or the columns, of a matrix. Every other axis is one alone.
 _HEADS = {"heads", "kv_heads", "head_dim", "nope_head_dim", "rope_head_dim", "v_head_dim"}
 _LOOKED_UP = {"vocab", "positions"}  # of embeddings and the LM head
@@ -40,7 +40,7 @@ class MatrixAxes:
 
 def matrix_axes(spec: ArraySpec) -> MatrixAxes | None:
     """Return the dimensions of an array that is a matrix, or a stack of them; None if it is not."""
-    stack = tuple(index for index, axis in enumerate(spec.axes) if axis in _STACKS)
+    stack = tuple(index for index, axis in enumerate(spec.axes) if axis in (*STACK_AXES, None))
     groups: dict[str, list[int]] = {}
     for index, axis in enumerate(spec.axes):
         if axis is not None and index not in stack:

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from graphtrain.config.schema import Optimizer
-from graphtrain.models.matrices import is_hidden_matrix, matrix_axes
+from graphtrain.models.matrices import STACK_AXES, is_hidden_matrix, matrix_axes
 from graphtrain.models.preconditioners import preconditioner_specs
 from sharding_rules.arrays import ArraySpec
 
 Z, EMA = "schedule_free/z", "ema"  # parts of the state that begin as copies of the weights
 MOMENTS = ("mu", "trace")  # names of first moments in the states of optax
-_STACKS = ("virtual_stages", "layers", "dense_layers", "experts")
 
 
 def copies_of_weights(optimizer: Optimizer) -> list[str]:
@@ -45,7 +44,7 @@ def optimizer_arrays(
 
 def is_stored_in_int8(spec: ArraySpec) -> bool:
     """Return whether int8 moments of an array are integers: it has rows, and is no vector."""
-    return len([axis for axis in spec.axes if axis not in _STACKS]) > 1
+    return len([axis for axis in spec.axes if axis not in STACK_AXES]) > 1
 
 
 def _stored(part: str, array: ArraySpec, optimizer: Optimizer) -> dict[str, ArraySpec]:

@@ -23,7 +23,9 @@ from lowering.xla import backend as xla
 from sharding_rules.errors import ShardingError
 
 FOUR = {"target": "cpu:4", "mesh": Mesh(fsdp=2, tensor=2)}
-EXPERTS = dataclasses.replace(LLAMA, moe=MixtureOfExperts(experts=4, shared_expert_mlp=48))
+EXPERTS = dataclasses.replace(
+    LLAMA, moe=MixtureOfExperts(experts=4, shared_expert_mlp=48, expert_bias=True)
+)
 
 
 class Base:

@@ -34,7 +34,14 @@ MIXTURE = Model(
 )
 
 
-@pytest.mark.parametrize("model", [GPT2, Model(layers=2, embed=8, heads=2, mlp=16, vocab=32)])
+BIASED = dataclasses.replace(
+    MIXTURE,
+    moe=MixtureOfExperts(experts=4, expert_bias=True, dense_layers=1, dense_mlp=24),
+)
+MODELS = [GPT2, Model(layers=2, embed=8, heads=2, mlp=16, vocab=32), BIASED]
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_matrices_decay_and_norms_and_biases_do_not(model):
     for path, spec in flatten(parameter_specs(model)).items():
         name = path.rpartition("/")[2]

@@ -15,6 +15,7 @@ from dataclasses import replace
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Adapter, Model, Program
 from graphtrain.models.lora.quantize import QuantizationKind, block_size
+from graphtrain.models.matrices import STACK_AXES
 from graphtrain.models.shapes import parameter_arrays
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
@@ -164,8 +165,9 @@ def is_bfloat16(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
 
 
 def _is_matrix(spec: ArraySpec) -> bool:
-    own = [axis for axis in spec.axes if axis not in ("layers", "experts")]
-    return "embed" in spec.axes and len(own) > 1  # biases of experts are vectors
+    """Return whether an array is a matrix, or a stack of them; biases of experts are vectors."""
+    axes = [axis for axis in spec.axes if axis not in STACK_AXES]
+    return "embed" in axes and len(axes) > 1
 
 
 def _can_adapt(path: str, spec: ArraySpec) -> bool:
