@@ -234,6 +234,9 @@ def _check_ahead(program: Program) -> None:
         "adapter": program.adapter is not None,
         'loss.kind = "dpo"': program.loss.kind == "dpo",
         'precision.compute = "float16"': program.model.dtype == "float16",
+        # It adds the sums of earlier microbatches at each use of an array, and the module uses the
+        # embedding and the LM head once more.
+        'batch.gradient_reduction = "per_step"': program.batch.gradient_reduction == "per_step",
     }
     if names := [name for name, is_set in refused.items() if is_set]:
         raise ValueError(

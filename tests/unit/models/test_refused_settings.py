@@ -97,6 +97,10 @@ def test_adapters_that_would_leave_out_matrices_are_refused():
         ({"adapter": Adapter(rank=4, alpha=8)}, "adapter"),
         ({"loss": Loss(kind="dpo"), "batch": replace(BATCH, global_batch_size=2)}, "loss.kind"),
         ({"precision": Precision(compute="float16")}, "precision.compute"),
+        (
+            {"batch": replace(BATCH, gradient_reduction="per_step")},
+            'batch.gradient_reduction = "per_step"',
+        ),
     ],
 )
 def test_settings_without_further_tokens_are_named(settings, told):
