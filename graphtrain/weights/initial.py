@@ -66,6 +66,12 @@ def open_initial_weights(model: Model, run: Run) -> WeightSource | HuggingFaceWe
             f"run.init_from: {directory} contains another model than [program.model], which has "
             f'{", ".join(differences)}; to use its settings, set preset = "{directory}/model.toml"'
         )
+    if model.ahead_layers > weights.model.ahead_layers:
+        raise WeightsError(
+            f"run.init_from: {directory} has no module of multi-token prediction, and "
+            f"program.model.mtp_loss_weight = {model.mtp_loss_weight} trains one; remove "
+            "mtp_loss_weight, or name weights with the module"
+        )
     return weights
 
 

@@ -1,15 +1,17 @@
 """Damage to a converted folder is found before its weights are used."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from graphtrain.config.schema import Model
+from graphtrain.config.schema import Data, Model, Run
 from graphtrain.errors import TrainingError, WeightsError
 from graphtrain.weights.convert import export_hugging_face, import_hugging_face
 from graphtrain.weights.families import family_of_model
 from graphtrain.weights.families.family import array_shape, to_hugging_face
+from graphtrain.weights.initial import open_initial_weights
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.writer import SafetensorsWriter
 
@@ -61,6 +63,14 @@ def test_weights_without_digests_are_used_with_a_warning(converted):
     (converted / "weights.json").unlink()
     with pytest.warns(UserWarning, match="has no weights.json, so damage .* is not noticed"):
         open_weights(converted)
+
+
+def test_weights_without_a_module_for_further_tokens_are_refused_where_one_is_trained(converted):
+    run = Run(directory="run", steps=1, data=Data(train="data"), init_from=str(converted))
+    assert open_initial_weights(MODEL, run)
+    told = "ours has no module of multi-token prediction, .*mtp_loss_weight = 0.3 .*; remove"
+    with pytest.raises(WeightsError, match=told):
+        open_initial_weights(replace(MODEL, mtp_loss_weight=0.3), run)
 
 
 PROJECT = """
