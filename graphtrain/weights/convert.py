@@ -23,6 +23,7 @@ from graphtrain.data.tokenizers.consistency import check_tokenizer, vocabulary_p
 from graphtrain.errors import DataError, WeightsError
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.flops import parameter_count
+from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.digests import record_weights
 from graphtrain.weights.exportable import export_obstacle
 from graphtrain.weights.families import (
@@ -45,7 +46,7 @@ from graphtrain.weights.files import (
 )
 from graphtrain.weights.hf_record import record_hf_files, verify_hf_files
 from graphtrain.weights.open import open_weights
-from graphtrain.weights.sources import HF_FILES, checkpoint_step, stored_name
+from graphtrain.weights.sources import HF_FILES, WeightSource, checkpoint_step, stored_name
 from graphtrain.weights.tokenizer import describe_tokenizer
 from graphtrain.weights.writer import MAX_FILE_BYTES, SafetensorsWriter
 from sharding_rules.documents import DocumentError, read_bytes
@@ -167,8 +168,7 @@ def export_hugging_face(
     default_dtype = np.dtype(_config_dtype(config))
     arrays = {}
     for layer_weights in all_layer_weights:
-        stored_dtype = weights.dtype(layer_weights.row.paths[0]) or default_dtype
-        dtype = files.numpy_dtype or stored_dtype
+        dtype = _exported_dtype(layer_weights.row.paths[0], weights, files, default_dtype)
         for name, shape in _shapes(layer_weights, model):
             arrays[name] = dtype, shape
     with create_directory(destination) as directory:
@@ -193,6 +193,20 @@ def export_hugging_face(
         _write_files(directory, more_files)
     progress(len(all_layer_weights), len(all_layer_weights))
     return summarize(family, model, arrays)
+
+
+def _exported_dtype(
+    path: str, weights: WeightSource, files: ExportedFiles, default: np.dtype
+) -> np.dtype:
+    """Return the dtype of an exported array.
+
+    Buffers are float32, unless the initial weights have another dtype: transformers computes with
+    the selection bias of a router in float32, and a rounded one would choose other experts.
+    """
+    stored = weights.dtype(path)
+    if parameter_arrays(weights.model)[path].role == "buffer":
+        return stored if stored and files.dtype is None else np.dtype("float32")
+    return files.numpy_dtype or stored or default
 
 
 def _family_of(model: Model) -> Family:

@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from graphtrain.config.schema import Data, Model, Run
+from graphtrain.config.schema import Data, MixtureOfExperts, Model, Run
 from graphtrain.errors import TrainingError, WeightsError
-from graphtrain.weights.convert import export_hugging_face, import_hugging_face
+from graphtrain.weights.convert import ExportedFiles, export_hugging_face, import_hugging_face
 from graphtrain.weights.families import family_of_model
 from graphtrain.weights.families.family import array_shape, to_hugging_face
+from graphtrain.weights.files import open_weight_files
 from graphtrain.weights.initial import open_initial_weights
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.writer import SafetensorsWriter
@@ -25,22 +26,41 @@ def quiet(done, count):
 @pytest.fixture
 def converted(tmp_path):
     """A converted folder, from files as transformers writes them."""
-    random, family, tensors = np.random.default_rng(0), family_of_model(MODEL), {}
-    for row in family.weights(MODEL):
+    return convert(MODEL, tmp_path)
+
+
+def convert(model, tmp_path):
+    random, family, tensors = np.random.default_rng(0), family_of_model(model), {}
+    for row in family.weights(model):
         arrays = [
-            random.random(array_shape(path, MODEL), np.float32).astype(np.float32)
+            random.random(array_shape(path, model), np.float32).astype(np.float32)
             for path in row.row.paths
         ]
-        tensors |= dict(to_hugging_face(row, arrays, MODEL))
+        tensors |= dict(to_hugging_face(row, arrays, model))
     source = tmp_path / "source"
     writer = SafetensorsWriter(source, {n: (t.dtype, t.shape) for n, t in tensors.items()})
     for name, tensor in tensors.items():
         writer.write(name, tensor)
     writer.close()
-    config = family.config_from_model(MODEL) | {"torch_dtype": "float32"}
+    config = family.config_from_model(model) | {"torch_dtype": "float32"}
     (source / "config.json").write_text(json.dumps(config))
     import_hugging_face(source, tmp_path / "ours", quiet)
     return tmp_path / "ours"
+
+
+def test_the_bias_that_selects_experts_is_exported_in_float32(tmp_path):
+    mixture = MixtureOfExperts(
+        experts=4, score_function="sigmoid", bias_update_rate=0.001, shared_expert_gate=False
+    )
+    folder = convert(replace(MODEL, moe=mixture), tmp_path)
+    export_hugging_face(folder, tmp_path / "back", quiet, files=ExportedFiles("bfloat16"))
+    before, after = (open_weight_files(tmp_path / name) for name in ("source", "back"))
+    assert {str(after.dtype(name)) for name in after.names} == {"bfloat16", "float32"}
+    for name in after.names:
+        is_bias = name.endswith("e_score_correction_bias")
+        assert (str(after.dtype(name)) == "float32") == is_bias, name
+        if is_bias:
+            np.testing.assert_array_equal(after.read(name), before.read(name))
 
 
 def flip(path, position):
