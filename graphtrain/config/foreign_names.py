@@ -53,9 +53,12 @@ NAMES_OF = {
         "n_kv_heads num_kv_heads num_key_value_heads num_query_groups base_num_kv_heads"
     ),
     "program.model.partial_rotary_factor": "rotary_pct rotary_percent rotary_percentage",
-    "program.model.head_dim": "kv_channels head_size attention_head_dim d_head",
+    "program.model.head_dim": (
+        "kv_channels head_size attention_head_dim d_head qk_nope_head_dim qk_head_dim"
+    ),
     "program.model.mlp": (
-        "intermediate_size ffn_hidden_size n_inner ffn_dim mlp_dim base_mlp_dim d_ff"
+        "intermediate_size ffn_hidden_size n_inner ffn_dim mlp_dim base_mlp_dim d_ff inter_dim "
+        "moe_intermediate_size moe_ffn_hidden_size base_moe_mlp_dim moe_inter_dim"
     ),
     "program.model.vocab": "vocab_size padded_vocab_size n_vocab",
     "program.model.positions": "position_embedding_type positional_encoding pos_emb",
@@ -92,7 +95,12 @@ NAMES_OF = {
         "per_token num_experts_per_tok top_k moe_router_topk experts_per_tok"
     ),
     "program.model.moe.normalize_topk": "normalise norm_topk_prob",
-    "program.model.mtp_loss_weight": "mtp_loss_scaling_factor mtp_loss_coef",
+    "program.model.latent_attention": "multi_latent_attention",
+    "program.model.latent_attention.qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "program.model.mtp_loss_weight": (
+        "mtp_loss_scaling_factor mtp_loss_coef mtp_num_layers num_mtp_layers num_mtp_modules "
+        "num_nextn_predict_layers"
+    ),
     "program.model.moe.dense_layers": (
         "first_k_dense_replace first_num_dense_layers n_dense_layers"
     ),
@@ -106,7 +114,8 @@ NAMES_OF = {
     "program.model.moe.groups_per_token": "topk_group topk_routing_group moe_router_group_topk",
     "program.model.moe.routed_scaling_factor": "moe_router_topk_scaling_factor route_scale",
     "program.model.moe.shared_expert_mlp": (
-        "shared shared_expert_intermediate_size moe_shared_expert_intermediate_size"
+        "shared shared_expert_intermediate_size moe_shared_expert_intermediate_size "
+        "n_shared_experts num_shared_experts shared_experts"
     ),
     "program.model.moe.capacity_factor": "capacity moe_expert_capacity_factor",
     "program.model.moe.balance_loss": (
@@ -254,17 +263,29 @@ _WARMUP = "warmup_steps = {name} x run.steps"
 _MINIMUM = "minimum = {name} x peak"
 _PER_DEVICE = "global_batch_size = {name} x devices that split the batch"
 _ACCUMULATED = "global_batch_size = {name} x microbatches x devices that split the batch"
+_DEPTH = "in a mixture with moe.dense_layers, layers = {name} - dense_layers"
+_DENSE = "they are not among model.layers: layers = all layers - {name}"
+_DENSE_MLP = "where it is of dense layers before a mixture: moe.dense_mlp"
+_AHEAD = "for {name} = 1, set the weight of its loss; more are not supported"
+_SHARED = "shared_expert_mlp = {name} x mlp"
 _PRODUCT = "the product of the ici_ and dcn_ degrees"
 # Names whose unit differs from that of the setting: how to compute it.
 _CONVERSIONS = {
     "attention_multiplier": "query_pre_attn_scalar = 1 / {name} ** 2",
+    "base_mlp_dim": _DENSE_MLP,
+    "base_num_decoder_layers": _DEPTH,
     "batch_size": "the sequences of all devices and microbatches",
     "cosine_learning_rate_final_fraction": _MINIMUM,
     "dcn_data_parallelism": _PRODUCT,
     "dcn_fsdp_parallelism": _PRODUCT,
     "document_mask": "true is false",
     "epochs": _STEPS,
+    "ffn_hidden_size": _DENSE_MLP,
+    "first_k_dense_replace": _DENSE,
+    "first_num_dense_layers": _DENSE,
     "initial_scale_power": "initial_scale = 2 ** {name}",
+    "inter_dim": _DENSE_MLP,
+    "intermediate_size": _DENSE_MLP,
     "learning_rate_final_fraction": _MINIMUM,
     "local_batch_size": _ACCUMULATED,
     "lr_min": "a rate; where it is a fraction: " + _MINIMUM,
@@ -273,16 +294,32 @@ _CONVERSIONS = {
     "max_loras": "total_adapter_rank = the sum of the ranks of all adapters",
     "mbs": _ACCUMULATED,
     "micro_batch_size": _ACCUMULATED,
+    "mtp_num_layers": _AHEAD,
+    "multi_latent_attention": "a table, with its kv_lora_rank",
+    "n_dense_layers": _DENSE,
+    "n_layer": _DEPTH,
+    "n_layers": _DEPTH,
+    "n_shared_experts": _SHARED,
+    "num_decoder_layers": _DEPTH,
+    "num_hidden_layers": _DEPTH,
+    "num_layers": _DEPTH,
     "num_layers_per_pipeline_stage": "a list, of the layers of each stage",
     "num_layers_per_virtual_pipeline_stage": "virtual_stages = layers / (stages x {name})",
+    "num_mtp_layers": _AHEAD,
+    "num_mtp_modules": _AHEAD,
+    "num_nextn_predict_layers": _AHEAD,
+    "num_shared_experts": _SHARED,
     "num_train_epochs": _STEPS,
     "num_vocab_tiling": "positions in each chunk, not the number of chunks",
     "per_device_batch_size": _PER_DEVICE,
     "per_device_train_batch_size": _ACCUMULATED,
     "pipeline_parallel_layers_per_stage": "a list, of the layers of each stage",
     "pipeline_parallel_microbatch_size": "microbatches = global_batch_size / {name}",
+    "qk_head_dim": "in Megatron-LM's words, head_dim = {name} + qk_pos_emb_head_dim",
+    "qk_nope_head_dim": "head_dim = {name} + qk_rope_head_dim",
     "reset_attention_mask": "true is false",
     "save_top_k": "the newest, not the best; for the best: keep_best",
+    "shared_experts": _SHARED,
     "warmup_ratio": _WARMUP,
     "warmup_steps_fraction": _WARMUP,
 }

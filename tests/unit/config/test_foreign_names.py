@@ -122,6 +122,22 @@ def test_a_name_with_another_unit_is_answered_with_the_conversion(refuse):
     ) in words
 
 
+def test_names_of_layers_say_that_those_of_dense_mlps_are_counted_apart(refuse):
+    words = refuse("program.model.num_hidden_layers=61", "program.model.first_num_dense_layers=3")
+    assert "layers = num_hidden_layers - dense_layers" in words
+    assert "layers = all layers - first_num_dense_layers" in words
+
+
+def test_names_of_deepseeks_settings_say_how_they_differ(refuse):
+    table = "program.model"
+    words = refuse(
+        f"{table}.qk_nope_head_dim=128", f"{table}.mtp_num_layers=1", f"{table}.n_shared_experts=2"
+    )
+    assert "qk_nope_head_dim is program.model.head_dim in graphtrain: head_dim = qk_n" in words
+    assert "mtp_num_layers is program.model.mtp_loss_weight in graphtrain: for mtp_n" in words
+    assert "shared_expert_mlp = n_shared_experts x mlp" in words
+
+
 def test_every_conversion_is_of_a_known_name():
     assert set(_CONVERSIONS) <= set(_SETTING_OF)
 
