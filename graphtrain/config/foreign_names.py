@@ -199,7 +199,7 @@ NAMES_OF = {
     "program.adapter.rank": "r lora_r lora_rank",
     "program.adapter.alpha": "lora_alpha",
     "program.adapter.dropout": "lora_dropout",
-    "program.adapter.target_modules": "targets lora_target_modules",
+    "program.adapter.target_modules": "targets target_parameters lora_target_modules",
     "program.adapter.use_rslora": "root_rank",
     "program.adapter.modules_to_save": "whole",
     "program.adapter.base_dtype": "base load_in_4bit load_in_8bit quantization_config",
