@@ -108,15 +108,34 @@ def _saved_activations(program: ResolvedProgram, sizes: DeviceSizes, flash: bool
 
     A pipeline stage saves the input of every tick (1F1B: those that wait, and that of the tick) and
     recomputes one chunk at a time; a stage that is not recomputed saves the activations of all
-    chunks.
+    chunks. Dense layers before a mixture run through all microbatches of a stage before its first
+    tick, and through their backward pass after the last.
     """
     layer, stages = _saved_per_layer(program, sizes, flash), program.mesh.axes.get("stage", 1)
+    in_dense_layers = _saved_in_dense_layers(program, sizes, flash)
     if stages == 1:
-        return sizes.layers * layer
+        return program.model.layers * layer + in_dense_layers
+    own_layers = sizes.layers * program.model.layers / program.model.depth
+    return in_dense_layers + _saved_in_stage(program, sizes, own_layers, layer)
+
+
+def _saved_in_dense_layers(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) -> float:
+    """Return the bytes that dense layers save, of all microbatches that a stage embeds."""
+    stages = program.mesh.axes.get("stage", 1)
+    embedded = program.batch.microbatches / stages if stages > 1 else 1
+    one = _saved_per_layer(program, replace(sizes, mlp=sizes.dense_mlp), flash)
+    return program.model.dense_layers * embedded * one
+
+
+def _saved_in_stage(
+    program: ResolvedProgram, sizes: DeviceSizes, layers: float, layer: float
+) -> float:
+    """Return the bytes that a stage saves in its ticks, with `layer` bytes for each layer."""
+    stages = program.mesh.axes["stage"]
     schedule, rounds = program.pipeline.schedule, program.pipeline.virtual_stages
     stream = _stage_input(program, sizes)
     ticks = program.batch.microbatches * rounds + stages - 1
-    chunk = sizes.layers / rounds
+    chunk = layers / rounds
     if schedule == "1f1b":
         stored = stored_stage_inputs(schedule, stages, rounds, program.batch.microbatches)
         return (stored + 1) * stream + chunk * layer

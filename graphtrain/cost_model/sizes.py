@@ -24,10 +24,11 @@ class DeviceSizes:
     kv_heads: float
     head_dim: int  # with padding
     mlp: float
+    dense_mlp: float  # of dense layers before those of a mixture
     vocab: float
     logit_positions: float  # positions whose logits exist at once
     in_chunks: bool  # whether the loss is computed in chunks
-    layers: float
+    layers: float  # those of its stage, and its share of a microbatch's dense ones before them
     item_bytes: int  # bytes per element of activations
 
     @classmethod
@@ -41,7 +42,9 @@ class DeviceSizes:
             return size / mesh.size(rules.activations.get(axis, ()))
 
         inside, chunk = split(batch.seq_len, "seq"), loss_chunk(program)
-        layers = model.dense_layers + model.layers / mesh.size(rules.parameters.get("layers", ()))
+        dense_mlp = (model.moe and model.moe.dense_mlp) or 0
+        # Stages divide the dense layers by microbatches.
+        layers = model.depth / mesh.size(rules.parameters.get("layers", ()))
         return cls(
             sequences=split(batch.microbatch_rows, "batch"),
             seq_residual=split(batch.seq_len, "residual"),
@@ -51,6 +54,7 @@ class DeviceSizes:
             kv_heads=max(1, split(split(model.kv_heads, "kv_heads"), "attention_kv_heads")),
             head_dim=_padded_head_dim(model.head_dim, program.target),
             mlp=split(model.mlp, "mlp"),
+            dense_mlp=split(dense_mlp, "dense_mlp"),
             vocab=split(model.vocab, "vocab"),
             logit_positions=min(chunk or inside, inside),
             in_chunks=chunk is not None,

@@ -3,6 +3,7 @@ import math
 
 import pytest
 
+from graphtrain.cost_model.memory import memory
 from graphtrain.graphs.plan import plan_program
 from graphtrain.models.flops import parameter_count
 from graphtrain.planning.assess import estimate
@@ -15,6 +16,26 @@ STAGES = [
     "program.model.layers=5",
     "program.pipeline={virtual_stages=2, layers_per_stage=[2, 1, 1, 1]}",
 ]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_dense_layers_hold_the_activations_of_all_microbatches_of_a_stage(vary, schedule):
+    settings = [
+        "program.mesh={stage=2}",
+        "program.target=h100:2",
+        f'program.pipeline.schedule="{schedule}"',
+        "program.model.mlp=128",
+        "program.model.remat=dots",
+    ]
+
+    def activations(microbatches, dense):
+        mixture = "{experts=4, dense_layers=2, dense_mlp=128}" if dense else "{experts=4}"
+        batch = f"global_batch_size={4 * microbatches}, microbatches={microbatches}"
+        changed = [f"program.model.moe={mixture}", f"program.batch={{seq_len=128, {batch}}}"]
+        return memory(vary([*settings, *changed])).activations
+
+    few, many = (activations(count, True) - activations(count, False) for count in (4, 16))
+    assert few > 0 and many == 4 * few
 
 
 def test_stages_of_unequal_size_hold_their_filler(vary):
