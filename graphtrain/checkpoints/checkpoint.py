@@ -168,7 +168,7 @@ class Checkpoints:
             DamagedCheckpoint: a file is not as it was written.
             TrainingError: the checkpoint contains other arrays, or cannot be read.
         """
-        with verified_while_reading(self._named / str(step)):
+        with verified_while_reading(self._named / str(step), is_shared=self._is_shared):
             return self._restore_unverified(step, described)
 
     def _restore_unverified(self, step: int, described: Tree) -> RestoredState:

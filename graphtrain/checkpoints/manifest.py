@@ -215,12 +215,34 @@ def _fast_digest(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
+def first_damage(own: DamagedCheckpoint | None, *, is_shared: bool) -> DamagedCheckpoint | None:
+    """Return the damage that the lowest rank has found, if one has. Called on every rank.
+
+    All ranks return the same, so that they agree which checkpoints are not used.
+
+    Args:
+        own: What this rank has found.
+        is_shared: Whether all ranks see the same directory; otherwise the reason names the rank.
+    """
+    found = [] if own is None else [str(own.checkpoint_path), own.reason]
+    for rank, word in enumerate(distributed.all_gather_text(json.dumps(found))):
+        if found := json.loads(word):
+            where = "" if is_shared else f"on {distributed.names([rank])}, "
+            return DamagedCheckpoint(Path(found[0]), where + found[1])
+    return None
+
+
 @contextmanager
-def verified_while_reading(checkpoint_path: Path) -> Iterator[None]:
+def verified_while_reading(checkpoint_path: Path, *, is_shared: bool = True) -> Iterator[None]:
     """Verify a checkpoint while the block reads it; raise at the end of the block if it is damaged.
 
-    Several processes verify it before the block, each a share of the files: all must agree to read
-    it, because reading it synchronizes them.
+    Several processes verify it before the block: all must agree to read it, because reading it
+    synchronizes them.
+
+    Args:
+        checkpoint_path: Directory of the checkpoint.
+        is_shared: Whether all processes see the same directory, so that each verifies a share of
+            the files; otherwise each has a copy of its own, and verifies all of it.
 
     Raises:
         DamagedCheckpoint: a file is not as it was written. What the block returned, or raised
@@ -228,13 +250,14 @@ def verified_while_reading(checkpoint_path: Path) -> Iterator[None]:
     """
     count = distributed.count()
     if count > 1:
-        reason = ""
+        part, parts = (distributed.rank(), count) if is_shared else (0, 1)
+        own = None
         try:
-            verify_files(checkpoint_path, part=distributed.rank(), parts=count)
+            verify_files(checkpoint_path, part=part, parts=parts)
         except DamagedCheckpoint as error:
-            reason = error.reason
-        if reasons := list(filter(None, distributed.all_gather_text(reason))):
-            raise DamagedCheckpoint(checkpoint_path, reasons[0])
+            own = error
+        if damaged := first_damage(own, is_shared=is_shared):
+            raise damaged
         yield
         return
     with ThreadPoolExecutor(1) as pool:

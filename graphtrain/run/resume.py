@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphtrain.checkpoints.checkpoint import Checkpoints, RestoredState
 from graphtrain.checkpoints.info import CheckpointInfo, read_checkpoint_info
-from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files
+from graphtrain.checkpoints.manifest import DamagedCheckpoint, first_damage, verify_files
 from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.config.identity import STEPS, identity_changes, mathematics, say
 from graphtrain.config.schema import Config, Data, Run
@@ -124,7 +124,7 @@ class Resumption:
             self.steps = sorted({*self.steps, *self.peer_steps.found})
             _check_lost(self.peer_steps.lost, self.start)
             _check_seen_by_all(self.directory, others, self.start)
-        on_all_ranks(self._find_newest)
+        self._find_newest()
 
     @property
     def start(self) -> int:
@@ -145,7 +145,7 @@ class Resumption:
                 self._use_whole(self.start)
                 if not self._replace(checkpoints):
                     self._skip(damaged)
-                on_all_ranks(self._find_newest)
+                self._find_newest()
         for damaged in self._damaged:
             destination = checkpoints.quarantine(damaged)
             if distributed.rank() == 0:
@@ -176,18 +176,30 @@ class Resumption:
         ]
 
     def _find_newest(self) -> None:
-        """Drop checkpoints whose metadata is damaged; check the settings of the newest other."""
+        """Drop checkpoints whose metadata is damaged; check the settings of the newest other.
+
+        Called on every rank; what is damaged on one is dropped on all.
+        """
         while self.steps:
-            path = self.directory / "checkpoints" / str(self.start)
-            try:
-                if self._on_hosts(self.start) is None:
-                    verify_files(path, only="about/")
-                info = self.info
-            except DamagedCheckpoint as damaged:
-                self._skip(damaged)
-                continue
-            check_identity(path, info, self.identity(self.start), self.allowed)
-            return
+            own = on_all_ranks(self._newest_damage)
+            if (damaged := first_damage(own, is_shared=self.is_shared)) is None:
+                on_all_ranks(self._check_newest)
+                return
+            self._skip(damaged)
+
+    def _newest_damage(self) -> DamagedCheckpoint | None:
+        """Return what is wrong with the metadata of the newest checkpoint; None if it is sound."""
+        try:
+            if self._on_hosts(self.start) is None:
+                verify_files(self.directory / "checkpoints" / str(self.start), only="about/")
+                _ = self.info  # which may be a copy of another step
+        except DamagedCheckpoint as damaged:
+            return damaged
+        return None
+
+    def _check_newest(self) -> None:
+        path = self.directory / "checkpoints" / str(self.start)
+        check_identity(path, self.info, self.identity(self.start), self.allowed)
 
     def _replace(self, checkpoints: Checkpoints) -> bool:
         """Fetch the newest copy after the last sound checkpoint; return whether it is of this step.

@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 
 from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters
-from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files, write_manifest
+from graphtrain.checkpoints.manifest import (
+    DamagedCheckpoint,
+    verified_while_reading,
+    verify_files,
+    write_manifest,
+)
 from graphtrain.checkpoints.steps import Retention, saved_steps
 from graphtrain.files import json_digest
+from graphtrain.run import resume
+from lowering.xla import distributed
 
 STATE = {"parameters": {"head": np.random.default_rng(0).random((64, 64), np.float32)}}
 NOT_READ = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # Orbax's notes, after the manifest
@@ -102,6 +109,48 @@ def test_ranks_share_the_files(tmp_path):
                 found += 1
         assert found == 1, file
         file.write_bytes(content)
+
+
+def be_rank_zero_of_two(monkeypatch, found_by_the_other=()):
+    """Act as rank 0 of two; the other finds a damage once, in a copy of its own."""
+    answers = [json.dumps(found_by_the_other)]
+    answered = {
+        "count": lambda: 2,
+        "rank": lambda: 0,
+        "all_gather_text": lambda word: [word, answers.pop() if answers else "[]"],
+    }
+    for name, answer in answered.items():
+        monkeypatch.setattr(distributed, name, answer)
+
+
+def test_each_host_verifies_all_of_a_copy_of_its_own(tmp_path, monkeypatch):
+    be_rank_zero_of_two(monkeypatch)
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    write_manifest(tmp_path)
+    with verified_while_reading(tmp_path, is_shared=False):
+        pass
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("c")
+        with (
+            pytest.raises(DamagedCheckpoint, match=f"on rank 0, {name} does not have the digest"),
+            verified_while_reading(tmp_path, is_shared=False),
+        ):
+            pass
+        (tmp_path / name).write_text(name)
+
+
+def test_what_is_damaged_on_one_host_is_dropped_on_all(tmp_path, monkeypatch):
+    place = save(tmp_path / "checkpoints", (1, 2))
+    be_rank_zero_of_two(monkeypatch, [str(place), "about/metadata cannot be read"])
+    monkeypatch.setattr(resume, "steps_on_all_ranks", lambda steps: (steps, {}))
+    monkeypatch.setattr(resume, "on_all_ranks", lambda action: action())
+    monkeypatch.setattr(resume, "check_identity", lambda *_: None)
+    resumption = resume.Resumption(tmp_path, lambda step: {}, is_shared=False)
+    assert resumption.steps == [1]
+    assert [one.reason for one in resumption._damaged] == [
+        "on rank 1, about/metadata cannot be read"
+    ]
 
 
 def test_a_quarantined_checkpoint_can_be_saved_again(tmp_path):
