@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -50,6 +51,7 @@ class PeerSteps:
 
     def __init__(self, tier: HostTier, peers: Peers) -> None:
         self._tier, self._peers = tier, peers
+        self._lock = threading.Lock()  # of the counts: several pieces are read at once
         self.received = 0  # pieces that the other hosts sent to this one
         self.downloaded = 0  # pieces that the object store sent to it
         self.found: dict[int, PeerStep] = {}
@@ -143,13 +145,15 @@ class PeerSteps:
             return content
         for rank in self._sources(holders):
             if (content := self._peers.read(rank, step, save, name)) is not None:
-                self.received += name.startswith(f"{FOLDER}/")
+                with self._lock:
+                    self.received += name.startswith(f"{FOLDER}/")
                 return content
         reason = f"no host has {name} as it was written"
         if remote is not None:
             try:
                 content = remote.read(name)
-                self.downloaded += name.startswith(f"{FOLDER}/")
+                with self._lock:
+                    self.downloaded += name.startswith(f"{FOLDER}/")
                 return content
             except DamagedRemoteCheckpoint as error:
                 reason += f", and {error}"

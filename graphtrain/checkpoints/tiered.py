@@ -18,12 +18,12 @@ from graphtrain.checkpoints.arrays import check_same_arrays, describe_arrays
 from graphtrain.checkpoints.checkpoint import Checkpoints, RestoredState
 from graphtrain.checkpoints.host_tier import HostTier, Part
 from graphtrain.checkpoints.layer_order import LayerOrder, load_reordered
-from graphtrain.checkpoints.layer_rows import Index
 from graphtrain.checkpoints.manifest import DamagedCheckpoint
 from graphtrain.checkpoints.part_uploads import PartUploads
 from graphtrain.checkpoints.peer_steps import PeerSteps, new_save
 from graphtrain.checkpoints.peers import Peers
 from graphtrain.checkpoints.pieces import groups_of_ranks, pieces_on_host, shard_shapes
+from graphtrain.checkpoints.read_ahead import ReadAhead
 from graphtrain.checkpoints.steps import Retention
 from graphtrain.errors import CacheError, TrainingError
 from lowering.errors import PeerLost
@@ -49,6 +49,8 @@ class TieredCheckpoints(Checkpoints):
         uploads: Uploads of parts, if `directory` is not on a disk that all hosts share; then no
             checkpoint is saved whole.
         steps_in_use: As of `Checkpoints`.
+        run_long: Runs an action on every rank; ranks that are done wait for the others without
+            a limit, as while one of them downloads its pieces.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class TieredCheckpoints(Checkpoints):
         copies: bool = False,
         uploads: PartUploads | None = None,
         steps_in_use: Callable[[], set[int]] = set,
+        run_long: Callable[[Callable[[], None]], None] = lambda action: action(),
     ) -> None:
         super().__init__(
             directory,
@@ -74,7 +77,7 @@ class TieredCheckpoints(Checkpoints):
         )
         self._order = layer_order
         self._tier, self._peers, self._peer_steps = tier, peers, peer_steps
-        self._whole_every, self._uploads = whole_every, uploads
+        self._whole_every, self._uploads, self._run_long = whole_every, uploads, run_long
         self._copies, self._keep = copies, retention.newest
         self._groups: list[int] | None = None
         self._thread: threading.Thread | None = None
@@ -125,13 +128,17 @@ class TieredCheckpoints(Checkpoints):
             # What the hosts' disks have is older, or cannot be restored.
             self._newest = 0 if self._uploads is None else step
             return restored
-        path, state, outcome = self._tier.own(step), None, {"damaged": "", "failed": ""}
-        try:
-            state = self._load(step, path, described)
-        except DamagedCheckpoint as damaged:
-            outcome["damaged"] = damaged.reason
-        except CacheError as error:
-            outcome["failed"] = str(error)
+        path, loaded, outcome = self._tier.own(step), list[Tree](), {"damaged": "", "failed": ""}
+
+        def load() -> None:
+            try:
+                loaded.append(self._load(step, path, described))
+            except DamagedCheckpoint as damaged:
+                outcome["damaged"] = damaged.reason
+            except CacheError as error:
+                outcome["failed"] = str(error)
+
+        self._run_long(load)
         counts = {"received": self._peer_steps.received, "downloaded": self._peer_steps.downloaded}
         outcomes = list(map(json.loads, distributed.all_gather_text(json.dumps(outcome | counts))))
         if failed := [one["failed"] for one in outcomes if one["failed"]]:
@@ -141,22 +148,17 @@ class TieredCheckpoints(Checkpoints):
         if distributed.rank() == 0:
             _warn_of_pieces(step, outcomes)
         self._newest = step  # later steps cannot be restored
-        return RestoredState(step, state, self._peer_steps.found[step].info.data_position)
+        return RestoredState(step, loaded[0], self._peer_steps.found[step].info.data_position)
 
     def _load(self, step: int, path: Path, described: Tree) -> Tree:
         info, open_array = self._peer_steps.found[step].info, self._peer_steps.open_arrays(step)
         if rows := self._order.reordering_from(info.rows):
             return load_reordered(path, info, described, self._order, *rows, open_array)
         check_same_arrays(path, info.arrays, describe_arrays(described))
-        readers: dict[str, Callable[[Index], np.ndarray]] = {}
-
-        def read(name: str, shape: tuple[int, ...], index: Index) -> np.ndarray:
-            if name not in readers:
-                readers.clear()  # with the pieces that it remembers
-                readers[name] = open_array(name)
-            return readers[name](index)
-
-        return self._order.load_arrays(described, read)
+        with ReadAhead(described, open_array) as shards:
+            return self._order.load_arrays(
+                described, lambda name, shape, index: shards.take(name, index)
+            )
 
     def quarantine(self, damaged: DamagedCheckpoint) -> Path:
         """Move a damaged checkpoint away, as `Checkpoints.quarantine`; each host its part."""

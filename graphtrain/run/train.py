@@ -32,7 +32,12 @@ from graphtrain.graphs.names import (
 )
 from graphtrain.models.lora.trainable import has_frozen_weights
 from graphtrain.planning.parameters import ParameterCount, count_compiled_parameters
-from graphtrain.run.agreement import check_same_data, check_same_executables, on_all_ranks
+from graphtrain.run.agreement import (
+    check_same_data,
+    check_same_executables,
+    on_all_ranks,
+    on_all_ranks_long,
+)
 from graphtrain.run.batch_placement import BatchPlacement
 from graphtrain.run.callbacks import Callback, check_callbacks, notify
 from graphtrain.run.checkpoint_places import (
@@ -76,10 +81,11 @@ from graphtrain.run.resume import (
 from graphtrain.run.signals import StopRequest, stop_requests
 from graphtrain.run.spikes import NAME as SPIKES_NAME
 from graphtrain.run.spikes import RewindRun, SpikeWindow, rewinds_to
+from graphtrain.run.stalls import LOADING
 from graphtrain.run.trackers.thread import tracking
 from graphtrain.run.training_data import training_loader
 from graphtrain.run.validation_history import recorded_history
-from graphtrain.run.watchdog import watched
+from graphtrain.run.watchdog import Watchdog, watched
 from lowering.machine import host, startup
 from lowering.machine.extras import optional_import
 from lowering.machine.target import Target
@@ -226,7 +232,7 @@ def _train_until_rewound(
         stack.enter_context(lowering.backend(program.target).forbid_tracing())
         prefaulted_bytes = prefault.stop()
         baseline_bytes = host.reset_peak() - prefaulted_bytes
-        checkpoints = _open_checkpoints(program, run, stack, uploads, disks)
+        checkpoints = _open_checkpoints(program, run, stack, uploads, disks, watchdog)
         restored = None
         if saved:
             described = programs["train"].inputs("state")
@@ -442,6 +448,7 @@ def _open_checkpoints(
     stack: ExitStack,
     uploads: Uploads | None,
     disks: HostDisks | None,
+    watchdog: Watchdog,
 ) -> Checkpoints:
     settings = run.checkpoints
     place = Path(run.directory) / "checkpoints"
@@ -463,6 +470,7 @@ def _open_checkpoints(
             copies=bool(settings.copies),
             uploads=disks.uploads,
             steps_in_use=steps_in_use,
+            run_long=partial(on_all_ranks_long, wait=lambda: watchdog.move(LOADING)),
         )
     stack.callback(checkpoints.close)
     return checkpoints

@@ -6,6 +6,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -23,6 +25,7 @@ from graphtrain.checkpoints.pieces import assemble, piece_name, pieces_on_host
 from graphtrain.checkpoints.steps import Retention
 from graphtrain.checkpoints.tiered import TieredCheckpoints
 from graphtrain.errors import TrainingError
+from graphtrain.run import agreement
 from lowering.xla.backend import from_shards
 
 WHOLE = np.arange(6 * 8, dtype=np.float32).reshape(6, 8)
@@ -130,6 +133,40 @@ def test_a_damaged_piece_is_refused_and_its_step_set_aside(tmp_path):
     assert checkpoints.quarantine(damage.value) == tmp_path / "disk/quarantine"
     assert HostTier(tmp_path / "disk").steps() == []
     assert (tmp_path / "disk/quarantine/own/3/manifest.json").is_file()
+
+
+def test_a_host_that_reads_its_pieces_for_long_is_waited_for(tmp_path, monkeypatch):
+    """Two ranks; the other one is still reading when it is asked twice."""
+    checkpoints = tiered(tmp_path / "run", tmp_path / "disk")
+    checkpoints.save(3, state(4), {}, is_whole=False)
+    checkpoints.close()
+    other, waits, at_once, most = ["", ""], [], [], []
+
+    def gather(word):
+        if word == "over":
+            return [word, other.pop() if other else "over"]
+        return [word, word]
+
+    read = HostTier.read
+
+    def read_slowly(*arguments):
+        at_once.append(1)
+        most.append(len(at_once))
+        time.sleep(0.05)
+        at_once.pop()
+        return read(*arguments)
+
+    run_long = partial(agreement.on_all_ranks_long, wait=lambda: waits.append("watchdog"))
+    checkpoints = tiered(tmp_path / "run", tmp_path / "disk", run_long=run_long)
+    monkeypatch.setattr(HostTier, "read", read_slowly)
+    monkeypatch.setattr(agreement, "_LONG_ACTION_SECONDS", 0.01)
+    answers = {"count": lambda: 2, "rank": lambda: 0, "all_gather_text": gather}
+    for name, answer in answers.items():
+        monkeypatch.setattr(agreement.distributed, name, answer)
+    restored = checkpoints.restore(3, described(state(4)))
+    assert len(waits) > 2 and not other  # also while this one reads
+    assert max(most) > 1  # pieces
+    np.testing.assert_array_equal(restored.state["parameters"]["head"], WHOLE)
 
 
 def test_a_step_that_cannot_be_restored_is_not_the_newest(tmp_path):
