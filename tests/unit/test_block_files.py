@@ -54,3 +54,38 @@ def test_blocks_of_a_dataset_that_was_replaced_are_removed_an_hour_later(tmp_pat
     remove_replaced(tmp_path / "current")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "just replaced"]
     remove_replaced(tmp_path / "of a new cache" / "current")
+
+
+def test_blocks_that_a_run_still_reads_are_not_removed(tmp_path):
+    for name in ("replaced", "abandoned"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0").write_bytes(b"first")
+    files = BlockFiles(tmp_path / "replaced", DIGESTS, 3, 1)
+    for name in ("replaced", "abandoned"):
+        os.utime(tmp_path / name, (0, 0))  # all blocks were written long ago
+    remove_replaced(tmp_path / "current")
+    assert [path.name for path in tmp_path.iterdir()] == ["replaced"]
+    assert files.read(0) == b"first"
+    assert (tmp_path / "replaced").stat().st_mtime > 0  # seen by hosts that do not see the lock
+    os.utime(tmp_path / "replaced", (0, 0))
+    del files
+    remove_replaced(tmp_path / "current")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_held_by_the_time_of_reading(tmp_path, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("graphtrain.run.streaming.block_files.fcntl.flock", refuse)
+    (tmp_path / "replaced").mkdir()
+    (tmp_path / "replaced" / "0").write_bytes(b"first")
+    os.utime(tmp_path / "replaced", (0, 0))
+    files = BlockFiles(tmp_path / "replaced", DIGESTS, 3, 1)
+    os.utime(tmp_path / "replaced", (0, 0))
+    assert files.read(0) == b"first"
+    remove_replaced(tmp_path / "current")
+    assert files.read(0) == b"first"
+    os.utime(tmp_path / "replaced", (0, 0))
+    remove_replaced(tmp_path / "current")
+    assert files.read(0) is None

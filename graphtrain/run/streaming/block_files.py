@@ -6,11 +6,15 @@ verified whenever it is read, so neither a kill nor damage to the disk can chang
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import math
 import os
 import shutil
 import threading
 import time
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -20,6 +24,7 @@ from graphtrain.data.indexed.blocks import block_digest
 
 _IN_MEMORY_BYTES = 256 << 20  # of blocks that cannot be written, as on a full disk
 _ABANDONED_SECONDS = 3600.0  # without a change, after which nobody still writes a file
+_TOUCH_SECONDS = 60.0  # between two notes that the blocks are read
 
 
 class BlockFiles:
@@ -40,6 +45,8 @@ class BlockFiles:
         self._memory: OrderedDict[int, bytes] = OrderedDict()
         self._lock = threading.Lock()
         self._has_warned = False
+        self._touched = -math.inf
+        self._hold()
         self._stored = OrderedDict.fromkeys(self._found())
         self._remove_oldest()
 
@@ -53,6 +60,7 @@ class BlockFiles:
             if (data := self._memory.get(block)) is not None:
                 self._memory.move_to_end(block)
                 return data
+        self._touch()
         try:
             data = self._path(block).read_bytes()
         except OSError:  # also if another process has removed it
@@ -98,6 +106,21 @@ class BlockFiles:
                 stacklevel=1,
             )
 
+    def _hold(self) -> None:
+        """Keep other processes from removing the directory while this one may read it."""
+        with suppress(OSError):  # of a disk that is read-only, or without locks
+            self._directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._directory, os.O_RDONLY)
+            weakref.finalize(self, os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def _touch(self) -> None:
+        """Note in the directory that it is read, for hosts that see it and not the lock."""
+        if time.monotonic() > self._touched + _TOUCH_SECONDS:
+            self._touched = time.monotonic()
+            with suppress(OSError):
+                os.utime(self._directory)
+
     def _found(self) -> list[int]:
         """Return the blocks that are there, the oldest first."""
         found = []
@@ -142,13 +165,33 @@ def remove_abandoned(temporary: Iterable[Path]) -> None:
 def remove_replaced(directory: Path) -> None:
     """Delete blocks of the datasets that were in the store before this one, beside its directory.
 
-    Not for an hour after the last block of them was written: a run may read them to its end.
+    Not while a process reads them, whose run may need them to its end. Where it is on another host,
+    and the file system has no locks: not for an hour after it has read or written one.
     """
     with suppress(OSError):
         for other in directory.parent.iterdir():
             is_abandoned = time.time() - other.stat().st_mtime > _ABANDONED_SECONDS
             if other.name != directory.name and is_abandoned:
-                shutil.rmtree(other, ignore_errors=True)
+                _remove_unless_read(other)
+
+
+def _remove_unless_read(directory: Path) -> None:
+    """Delete a directory of blocks that no process of this host holds."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        if _is_free(descriptor):
+            shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _is_free(descriptor: int) -> bool:
+    """Lock a directory; return whether no other process holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # the file system has no locks
+    return True
 
 
 def in_memory_blocks(block_bytes: int) -> int:
