@@ -88,6 +88,9 @@ def dropless_experts(
     axes = {name for names in (*tokens, expert_axes, mlp_axes) if names for name in names}
     if context is None or not axes:
         return run((), (), x, shares, experts, gate_up, down, biases)
+    # Axes of one device too, so that all are manual in a pipeline: XLA of jax 0.11 aborts if some
+    # are automatic and an axis of the outer shard_map is not the first of the mesh.
+    axes |= {name for name, size in context.shape.axes.items() if size == 1} - {*context.manual}
     token_spec = PartitionSpec(*tokens)
     expert, mlp = expert_axes or None, mlp_axes or None
     whole = PartitionSpec(expert)
