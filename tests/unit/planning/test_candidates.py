@@ -6,7 +6,7 @@ from graphtrain.planning.candidates import candidates
 MODEL = Model(layers=4, embed=64, heads=4, mlp=128, vocab=256)
 
 
-def test_no_pipeline_and_no_half_of_a_pair_is_a_candidate():
+def test_pipelines_of_pairs_are_candidates_and_no_half_of_a_pair():
     program = Program(
         target="h100:4",
         model=MODEL,
@@ -15,6 +15,6 @@ def test_no_pipeline_and_no_half_of_a_pair_is_a_candidate():
         adapter=Adapter(rank=4, alpha=8.0, base_dtype="nf4"),
     )
     found = list(candidates(program))
-    assert {one.mesh.axes["stage"] for one in found} == {1}
+    assert {one.mesh.axes["stage"] for one in found} == {1, 2, 4}
     assert {one.program.batch.microbatches for one in found} == {1, 2, 4}
     assert all(one.memory.frozen > 0 for one in found)
