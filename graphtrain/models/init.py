@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from graphtrain.config.schema import Model
-from graphtrain.models.flops import LATENT_AXES, latent_size
+from graphtrain.models.shapes import axis_size
 
 
 class ParameterKeys:
@@ -54,17 +54,4 @@ def ones(model: Model, *axes: str | None) -> nnx.Param:
 
 def _shape(model: Model, axes: tuple[str | None, ...]) -> tuple[int, ...]:
     """Return sizes by axis name; None is a pair, gate and up, which is never sharded."""
-    return tuple(2 if axis is None else _size(model, axis) for axis in axes)
-
-
-def _size(model: Model, axis: str) -> int:
-    """Return the size of an array axis: the setting of the same name, with a few exceptions."""
-    if axis in ("experts", "router", "shared", "dense_mlp"):
-        assert model.moe is not None
-        widths = {"shared": model.moe.shared_expert_mlp, "dense_mlp": model.moe.dense_mlp}
-        return widths.get(axis, model.moe.experts) or 0
-    if axis in LATENT_AXES:
-        return latent_size(model, axis)
-    if axis == "ahead":
-        return model.embed
-    return getattr(model, "max_position_embeddings" if axis == "positions" else axis)
+    return tuple(axis_size(model, axis) for axis in axes)

@@ -158,11 +158,16 @@ def _norm(model: Model, axis: str = "embed") -> dict[str, ArraySpec]:
 
 
 def _array(model: Model, *axes: str | None) -> ArraySpec:
-    return ArraySpec(tuple(_size(model, axis) for axis in axes), axes)
+    return ArraySpec(tuple(axis_size(model, axis) for axis in axes), axes)
 
 
-def _size(model: Model, axis: str | None) -> int:
-    """Return the size of an array axis as models.weights does; None is a pair, gate and up."""
+def axis_size(model: Model, axis: str | None) -> int:
+    """Return the size of an array axis: the setting of the same name, with a few exceptions.
+
+    None is a pair, gate and up.
+    """
+    if axis is None:
+        return 2
     if axis in ("experts", "router", "shared", "dense_mlp"):
         assert model.moe is not None
         widths = {"shared": model.moe.shared_expert_mlp, "dense_mlp": model.moe.dense_mlp}
@@ -171,8 +176,4 @@ def _size(model: Model, axis: str | None) -> int:
         return latent_size(model, axis)
     if axis == "ahead":
         return model.embed
-    return (
-        2
-        if axis is None
-        else getattr(model, "max_position_embeddings" if axis == "positions" else axis)
-    )
+    return getattr(model, "max_position_embeddings" if axis == "positions" else axis)

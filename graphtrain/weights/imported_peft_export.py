@@ -15,7 +15,13 @@ from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import LORA_A, LORA_B
 from graphtrain.weights.convert import ConversionSummary
 from graphtrain.weights.expert_factors import WRAPPED
-from graphtrain.weights.peft import ADAPTER_CONFIG, PEFT_PREFIX, WEIGHTS, name_within_layer
+from graphtrain.weights.peft import (
+    ADAPTER_CONFIG,
+    PEFT_PREFIX,
+    WEIGHTS,
+    common_config,
+    name_within_layer,
+)
 from graphtrain.weights.torch_modules import block_rows
 
 if TYPE_CHECKING:
@@ -128,19 +134,11 @@ def _config(
             )
     all_modules = [name for name, _ in opened.meta.module.named_modules()]
     return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "use_rslora": adapter.use_rslora,
-        "lora_dropout": adapter.dropout,
+        **common_config(adapter),
         "target_modules": _shortest(linear, all_modules),
         "target_parameters": sorted({name_within_layer(name) for name in experts}) or None,
         "modules_to_save": _shortest(sorted(modules), all_modules) or None,
         "fan_in_fan_out": "io" in orders.values(),
-        "bias": "none",
-        "inference_mode": True,
     }
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
 
 from graphtrain.checkpoints.output_directory import create_directory
-from graphtrain.config.schema import Program
+from graphtrain.config.schema import Adapter, Program
 from graphtrain.errors import WeightsError
 from graphtrain.files import validate
 from graphtrain.models.lora.trainable import LORA_A, LORA_B, trained_arrays
@@ -334,13 +334,7 @@ def _config(table: AdapterTable) -> dict[str, Any]:
     saved = {name_within_layer(name.rpartition(".")[0]) for name in names}
     of_experts = config_of_experts(table)
     return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "use_rslora": adapter.use_rslora,
-        "lora_dropout": adapter.dropout,
+        **common_config(adapter),
         "target_modules": list(targets),
         "target_parameters": of_experts.get("target_parameters"),
         "rank_pattern": {name: adapter.rank * count for name, count in packed_counts.items()}
@@ -352,6 +346,19 @@ def _config(table: AdapterTable) -> dict[str, Any]:
         | of_experts.get("alpha_pattern", {}),
         "modules_to_save": sorted(saved) or None,
         "fan_in_fan_out": fan_in_fan_out,
+    }
+
+
+def common_config(adapter: Adapter) -> dict[str, Any]:
+    """Return what PEFT's configuration says of an adapter, whatever the model."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "use_rslora": adapter.use_rslora,
+        "lora_dropout": adapter.dropout,
         "bias": "none",
         "inference_mode": True,
     }
