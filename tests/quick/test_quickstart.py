@@ -18,7 +18,7 @@ BLOCK = re.compile(r"^```console\n(.*?)^```", re.M | re.S)
 # Metrics that a run asks for, of uploads, float16, DPO, of mixtures of experts, and of tasks.
 OTHER_METRICS = {"parameter_norm.MODULE", "update_norm.MODULE", "averaged_validation_loss",
                  "margin", "accuracy", "balance_loss", "router_z_loss", "expert_load_max",
-                 "expert_load_min", "dropped_choices", "loss_scale", "skipped_steps",
+                 "expert_load_min", "dropped_choices", "mtp_loss", "loss_scale", "skipped_steps",
                  "upload_lag_steps", "spike", "TASK/METRIC"}  # fmt: skip
 
 
