@@ -25,7 +25,7 @@ def _of_float32(value: float) -> float:
     Raises:
         ValueError: it is 0 or infinite there.
     """
-    if 0 < value < _SMALLEST_FLOAT32 or _LARGEST_FLOAT32 < value < math.inf:
+    if 0 < value < _SMALLEST_FLOAT32 or _INFINITE_IN_FLOAT32 <= value < math.inf:
         other = "0" if value < 1 else "infinite"
         raise ValueError(f"{value:g} is {other} in float32, in which programs compute")
     return value
@@ -43,7 +43,7 @@ def _below_one(value: float) -> float:
 
 
 _SMALLEST_FLOAT32 = 2.0**-126  # a smaller one is flushed to zero
-_LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
+_INFINITE_IN_FLOAT32 = (2 - 2.0**-24) * 2.0**127  # is rounded up, as all above it
 _ONE_IN_FLOAT32 = 1 - 2.0**-25  # what is larger is rounded to 1
 Float32 = AfterValidator(_of_float32)
 BelowOne = AfterValidator(_below_one)

@@ -30,8 +30,9 @@ paths = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 count = st.integers(1, 2**63 - 1)
 width, rows = st.integers(1, 10**7), st.integers(1, 10**9)
 number = st.floats(allow_nan=False, allow_infinity=False)
-above_zero = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
-fraction = st.floats(0, 1)
+# Numbers that float32 has, because others are refused.
+above_zero = st.floats(2.0**-126, 2.0**127)
+fraction = st.just(0.0) | st.floats(2.0**-126, 1 - 2.0**-24)
 
 
 @st.composite
@@ -49,7 +50,7 @@ def precisions(draw):
         given["loss_scale"] = draw(st.sampled_from([None, "dynamic"]) | scale)
         if not isinstance(given["loss_scale"], float):
             given["initial_scale"] = draw(st.none() | scale)
-            given["growth_interval"] = draw(st.none() | count)
+            given["growth_interval"] = draw(st.none() | st.integers(1, 2**31 - 1))
             given["growth_factor"] = draw(st.none() | st.floats(1.5, 100))
             given["backoff_factor"] = draw(st.none() | st.floats(0.01, 0.99))
     return dtype, Precision(compute=compute, **given)
@@ -86,7 +87,7 @@ def configs(draw):
         optimizer=Optimizer(
             beta1=draw(fraction), epsilon=draw(above_zero), clip_norm=draw(above_zero)
         ),
-        loss=Loss(z_loss=abs(draw(number))),
+        loss=Loss(z_loss=draw(st.just(0.0) | above_zero)),
     )
     run = Run(
         directory=draw(paths.filter(bool)),
