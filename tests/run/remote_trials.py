@@ -29,7 +29,7 @@ from graphtrain.data.batches import loader
 read = loader.Loader.__next__
 
 def read_slowly(self):
-    time.sleep(0.04)
+    time.sleep(STEP_SECONDS)
     return read(self)
 
 loader.Loader.__next__ = read_slowly
@@ -97,6 +97,7 @@ class Trial:
         network: The network before it, which the run uses.
         words: More words of `graphtrain run`.
         seed: Of the moments.
+        step_seconds: Seconds that a step takes longer, so that a run is killed before its end.
         hosts: Number of processes; several share no disk, and some lose theirs with a kill.
     """
 
@@ -106,6 +107,7 @@ class Trial:
     words: Sequence[str]
     seed: int = 0
     hosts: int = 1
+    step_seconds: float = 0.04
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -121,7 +123,8 @@ class Trial:
             if self.hosts > 1:
                 words += ["--set", f"run.checkpoints.local=disk{rank}", *meeting, str(rank)]
             words = ["run", "config.toml", *words, *self.words]
-            started.append(self.place.start_python("-c", SLOW, *words))
+            program = SLOW.replace("STEP_SECONDS", str(self.step_seconds))
+            started.append(self.place.start_python("-c", program, *words))
         return started
 
     def _names(self, directory: str = "run") -> list[str]:

@@ -29,7 +29,7 @@ def test_a_killed_run_resumes_elsewhere_from_a_store_that_fails(place, tmp_path,
     with serving(tmp_path) as server, failing(server.url) as network:
         for name, value in credentials(network.url).items():
             monkeypatch.setenv(name, value)
-        trial = Trial(place, server, network, STEPS, seed=1)
+        trial = Trial(place, server, network, STEPS, seed=1, step_seconds=0.2)
         for _ in range(3):
             trial.kill_trainer(0.4)
             trial.check()
