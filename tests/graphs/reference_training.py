@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from programs import LLAMA, batch, program, state_of
-from test_adapters import in_torch
+from test_preferences import in_torch
 
 from graphtrain.config.schema import Batch, Optimizer
 from graphtrain.weights.families import family_of_config

@@ -12,7 +12,8 @@ import optax
 import pytest
 import torch
 from programs import LLAMA, batch, loaded, placed_inputs, program, state_of
-from test_adapters import PREFERENCE, Base, dpo_in_torch, frozen_of, in_torch, new_state, pairs
+from test_adapters import Base, frozen_of, new_state
+from test_preferences import PREFERENCE, dpo_in_torch, in_torch, pairs
 from test_torch_models import eager_loss, module_of
 from test_torch_models import state_of as state_of_module
 from torch_families import imported

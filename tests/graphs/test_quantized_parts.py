@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from programs import LLAMA, batch, loaded, lower, placed_inputs, program, state_of
-from test_adapters import PREFERENCE, Base, frozen_of, new_state, pairs
+from test_adapters import Base, frozen_of, new_state
+from test_preferences import PREFERENCE, pairs
 from test_torch_models import eager_loss, module_of
 from test_torch_models import state_of as state_of_module
 from torch_families import imported
