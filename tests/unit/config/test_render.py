@@ -26,7 +26,9 @@ from graphtrain.config.schema import Precision
 from graphtrain.config.schema.precision import Compute, Quantizable, Recipe
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-paths = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+paths = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12
+).filter(lambda path: "://" not in path)  # a URL is checked
 count = st.integers(1, 2**63 - 1)
 width, rows = st.integers(1, 10**7), st.integers(1, 10**9)
 number = st.floats(allow_nan=False, allow_infinity=False)
