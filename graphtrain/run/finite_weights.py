@@ -12,14 +12,14 @@ from lowering.trees import Tree, flatten
 
 
 def check_finite_weights(
-    parameters: Tree, step: int, good: str, *, has_constants: bool = False
+    parameters: Tree, step: int, good: Callable[[], str], *, has_constants: bool = False
 ) -> None:
     """Check on every rank that the weights after a step are finite; each shard is read once.
 
     Args:
         parameters: Weights on the devices.
         step: Number of completed steps, for messages.
-        good: Where the last good checkpoint is, for messages.
+        good: Returns where the last good checkpoint is, for messages.
         has_constants: Whether some are not trained, as the masks of an imported model: infinite
             elements are then no error.
 
@@ -35,8 +35,8 @@ def check_finite_weights(
             if bad := sum(_count(is_wrong, values) for values in _shards(array)):
                 raise TrainingError(
                     f"step {step} made weights that are not finite, though its loss was: {bad} "
-                    f"elements of {path}; they are not saved; last good checkpoint: {good}; lower "
-                    "run.learning_rate.peak, and check program.optimizer"
+                    f"elements of {path}; they are not saved; last good checkpoint: {good()}; "
+                    "lower run.learning_rate.peak, and check program.optimizer"
                 )
 
     on_all_ranks(check)

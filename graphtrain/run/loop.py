@@ -270,9 +270,7 @@ class TrainingLoop:
                 self.data_check.raise_if_damaged()
                 self._move(SAVING, completed_steps)
                 is_whole = is_whole or self.checkpoints.is_due_whole(completed_steps)
-                if last or stopping:
-                    self._check_finite(completed_steps, state)
-                self._save(completed_steps, state, evaluated, is_whole)
+                self._save(completed_steps, state, evaluated, is_whole, last or stopping)
             if stopping:
                 break
         self._end_profile(completed_steps, state)
@@ -322,15 +320,28 @@ class TrainingLoop:
         return verified_step(self.programs, compute, state, number)
 
     def _save(
-        self, completed_steps: int, state: Tree, validation_loss: float | None, is_whole: bool
+        self,
+        completed_steps: int,
+        state: Tree,
+        validation_loss: float | None,
+        is_whole: bool,
+        is_last: bool,
     ) -> None:
         if self.run.verify_every is not None:
             compare_replicas(self.programs, state, completed_steps)
         self.checkpoints.wait()
         self._report_checkpoint()  # before the next step is noted, on all ranks alike
+        arrays = lowering.backend(self.program.target).checkpoint_arrays(state)
+        if is_last:  # no further step uses these weights
+            check_finite_weights(
+                arrays["parameters"],
+                completed_steps,
+                self._last_good,
+                has_constants=is_imported(self.program.model),
+            )
         self.checkpoints.save(
             completed_steps,
-            lowering.backend(self.program.target).checkpoint_arrays(state),
+            arrays,
             self.loader.state(),
             validation_loss=validation_loss,
             is_whole=is_whole,
@@ -340,20 +351,6 @@ class TrainingLoop:
             spikes=self.spikes.state(),
         )
         self._saving = completed_steps if is_whole else None
-
-    def _check_finite(self, completed_steps: int, state: Tree) -> None:
-        """Check the weights that no further step uses.
-
-        Raises:
-            TrainingError: they are not finite.
-        """
-        arrays = lowering.backend(self.program.target).checkpoint_arrays(state)
-        check_finite_weights(
-            arrays["parameters"],
-            completed_steps,
-            self._last_good(),
-            has_constants=is_imported(self.program.model),
-        )
 
     def _last_good(self) -> str:
         """Return the newest checkpoint from which a step had a finite loss, or "none"."""
