@@ -164,7 +164,7 @@ def test_a_step_whose_write_ends_while_the_next_one_is_saved_is_uploaded(tmp_pat
         "_journal_position": lambda: None,
     }
     for step in (40, 60):
-        loop._save(step, state(), None, is_whole=True)
+        loop._save(step, state(), None, is_whole=True, is_last=False)
     assert asked == [40]
     loop.checkpoints.close()
 
