@@ -56,6 +56,9 @@ def _changes(family: Family, model: Model) -> dict[str, Any] | None:
     for field in fields(Model):
         if getattr(found, field.name) != getattr(wanted, field.name):
             changes[field.name] = getattr(expressed, field.name)
+    # config.json of any family may state a module of multi-token prediction; few have its tensors.
+    if changed.mtp_loss_weight is not None and family.unmapped_arrays(changed):
+        changes["mtp_loss_weight"] = None
     return changes if len(changes) <= _MAX_NAMED else None
 
 

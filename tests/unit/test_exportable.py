@@ -36,6 +36,7 @@ def test_a_model_that_a_family_has_can_be_exported(model):
         ),
         (replace(LLAMA, activation="gelu"), 'needs program.model.activation = "swiglu"'),
         (replace(LLAMA, embedding_norm=True), "embedding_norm = false (now true)"),
+        (replace(LLAMA, mtp_loss_weight=0.1), "llama, needs program.model.mtp_loss_weight = unset"),
     ],
 )
 def test_the_settings_that_forbid_an_export_are_named(model, needs):

@@ -116,20 +116,25 @@ class Family:
         except WeightsError:
             return False
 
+    def unmapped_arrays(self, model: Model) -> list[str]:
+        """Return the paths of arrays of a model for which the family has no row, sorted."""
+        arrays = parameter_arrays(model)
+        rows = [row for row in self.mappings if row.paths[0] in arrays]
+        return sorted(set(arrays) - {path for row in rows for path in row.paths})
+
     def weights(self, model: Model) -> Iterator[LayerWeights]:
         """Yield every row of weights of the model, for every layer.
 
         Raises:
             WeightsError: the model has arrays for which the family has no row.
         """
-        arrays = parameter_arrays(model)
-        rows = [row for row in self.mappings if row.paths[0] in arrays]
-        if unmapped_paths := set(arrays) - {path for row in rows for path in row.paths}:
+        if unmapped := self.unmapped_arrays(model):
             raise WeightsError(
-                f"{self.model_type} models have no tensor for {', '.join(sorted(unmapped_paths))}; "
+                f"{self.model_type} models have no tensor for {', '.join(unmapped)}; "
                 "[program.model] has settings that this family does not support"
             )
-        for row in rows:
+        arrays = parameter_arrays(model)
+        for row in (row for row in self.mappings if row.paths[0] in arrays):
             layers = range(model.layers) if "{layer}" in row.name else [None]
             for layer in layers:
                 yield LayerWeights(row, layer, _names(row, layer, model))
