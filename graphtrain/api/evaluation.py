@@ -315,7 +315,7 @@ class _Model:
 
     def open(self, step: int | None) -> tuple[CompiledEngine, TextFormat]:
         """Return the model with the weights of a step; those of the step before are lost."""
-        from graphtrain.run.serving.engine import load_checkpoint, open_engine
+        from graphtrain.run.serving.open_engine import load_checkpoint, open_engine
 
         if self._engine is not None:
             assert step is not None

@@ -204,7 +204,7 @@ def _opener(
         from graphtrain.config.resolve import resolve
         from graphtrain.run.prompt import prompt_prefix, run_tokenizer
         from graphtrain.run.serving.chat_format import open_chat_format
-        from graphtrain.run.serving.engine import open_engine
+        from graphtrain.run.serving.open_engine import open_engine
         from graphtrain.run.serving.worker import OpenedModel
 
         tokenizer = run_tokenizer(config)

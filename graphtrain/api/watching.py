@@ -43,7 +43,7 @@ def watch(
     from graphtrain.checkpoints.steps import saved_steps
     from graphtrain.errors import TrainingError, WeightsError
     from graphtrain.run.new_checkpoints import new_checkpoints
-    from graphtrain.run.serving.engine import load_checkpoint
+    from graphtrain.run.serving.open_engine import load_checkpoint
 
     directory, engine = Path(batch.config.run.directory), None
     for step in new_checkpoints(directory):

@@ -14,8 +14,9 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Run
 from graphtrain.errors import GraphtrainError
 from graphtrain.graphs.names import ServingPurpose
-from graphtrain.run.serving.engine import CompiledEngine, open_engine
+from graphtrain.run.serving.engine import CompiledEngine
 from graphtrain.run.serving.engine_protocol import Engine, SamplingParameters
+from graphtrain.run.serving.open_engine import open_engine
 from graphtrain.run.serving.weights import check_step
 
 if TYPE_CHECKING:

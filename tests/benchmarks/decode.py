@@ -77,7 +77,7 @@ def graphtrain_engine(directory: Path) -> Any:
     import graphtrain
     from graphtrain.cache import Cache
     from graphtrain.config.resolve import resolve
-    from graphtrain.run.serving.engine import open_engine
+    from graphtrain.run.serving.open_engine import open_engine
 
     config = graphtrain.load_config(directory / "decode.toml")
     cache = Cache(directory / "cache")

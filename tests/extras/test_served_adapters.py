@@ -18,10 +18,11 @@ from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Config, Mesh, Program
 from graphtrain.errors import TrainingError
 from graphtrain.models.attention.cache_layout import cache_layout
-from graphtrain.run.serving import engine as engine_module
+from graphtrain.run.serving import open_engine as opening
 from graphtrain.run.serving.adapters import open_adapters, open_merged_adapter
-from graphtrain.run.serving.engine import CompiledEngine, open_engine
+from graphtrain.run.serving.engine import CompiledEngine
 from graphtrain.run.serving.engine_protocol import SamplingParameters, SlotErrors, TokenChoice
+from graphtrain.run.serving.open_engine import open_engine
 from graphtrain.weights.convert import import_hugging_face
 
 # Of peft and transformers to each other.
@@ -48,7 +49,7 @@ def compiled_here(monkeypatch):
         return ProgramsCompiledHere(resolve(settings), Cache(Path()), names, "")
 
     monkeypatch.setattr(
-        engine_module,
+        opening,
         "LoadedPrograms",
         lambda program, cache, names, remedy: compiled(program.settings, tuple(names)),
     )

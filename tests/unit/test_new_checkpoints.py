@@ -12,7 +12,7 @@ from graphtrain.errors import TrainingError
 from graphtrain.run import new_checkpoints as module
 from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.new_checkpoints import new_checkpoints
-from graphtrain.run.serving import engine
+from graphtrain.run.serving import open_engine
 from graphtrain.weights.sources import checkpoint_step
 
 
@@ -64,7 +64,7 @@ def test_a_checkpoint_of_an_adapter_that_the_run_deletes_is_left_out(tmp_path, m
             shutil.rmtree(tmp_path / "checkpoints" / "10")
         checkpoint_step(Path(run.directory), step)  # as weights of an adapter are opened
 
-    monkeypatch.setattr(engine, "load_checkpoint", load)
+    monkeypatch.setattr(open_engine, "load_checkpoint", load)
     batch = SimpleNamespace(
         config=SimpleNamespace(run=SimpleNamespace(directory=str(tmp_path))),
         program=None,

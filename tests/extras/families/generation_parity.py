@@ -17,9 +17,10 @@ from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import Batch, Data, Mesh, Program, Run, Serve, TorchModel
 from graphtrain.graphs.build import build_graph
-from graphtrain.run.serving import engine as engine_module
-from graphtrain.run.serving.engine import CompiledEngine, open_engine
+from graphtrain.run.serving import open_engine as opening
+from graphtrain.run.serving.engine import CompiledEngine
 from graphtrain.run.serving.engine_protocol import SamplingParameters, TokenChoice
+from graphtrain.run.serving.open_engine import open_engine
 from graphtrain.weights.convert import import_hugging_face
 from graphtrain.weights.sources import ConvertedFolder
 
@@ -71,7 +72,7 @@ def engine_of(
     run = Run(directory=str(weights.parent / "run"), steps=1, data=Data(train="data"),
               init_from=str(weights))  # fmt: skip
     cache = Cache(weights.parent / "cache")
-    with mock.patch.object(engine_module, "LoadedPrograms", ProgramsCompiledHere):
+    with mock.patch.object(opening, "LoadedPrograms", ProgramsCompiledHere):
         return open_engine(resolve(program), run, cache, step=None, compile_hint="", vocab=VOCAB)
 
 
