@@ -26,8 +26,16 @@ Shape = tuple[int, ...]
 
 def piece_name(path: str, place: Shape) -> str:
     """Return the file of a piece, relative to the directory of its step; no two have the same."""
-    array = path.replace("%", "%25").replace(".", "%2E").replace("/", ".")
-    return f"{FOLDER}/{array}/{'.'.join(map(str, place)) or '0'}"
+    return f"{FOLDER}/{_array(path)}/{'.'.join(map(str, place)) or '0'}"
+
+
+def is_piece_below(name: str, root: str) -> bool:
+    """Return whether a file is a piece of an array whose path is below a root of the state."""
+    return name.startswith(f"{FOLDER}/{_array(root)}.")
+
+
+def _array(path: str) -> str:
+    return path.replace("%", "%25").replace(".", "%2E").replace("/", ".")
 
 
 def shard_shapes(state: Tree) -> dict[str, Shape]:

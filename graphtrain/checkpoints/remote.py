@@ -20,6 +20,7 @@ from graphtrain.checkpoints.info import CheckpointInfo, read_checkpoint_info
 from graphtrain.checkpoints.manifest import NAME as LOCAL_MANIFEST
 from graphtrain.checkpoints.manifest import UNVERIFIED, recorded_files, verify_files
 from graphtrain.checkpoints.output_directory import write_errors
+from graphtrain.checkpoints.pieces import is_piece_below
 from graphtrain.checkpoints.remote_manifest import (
     FILES,
     MAX_MANIFEST_BYTES,
@@ -176,6 +177,8 @@ class RemoteCheckpoints:
         run_directory: Path,
         progress: Callable[[], None] = lambda: None,
         move_away: Callable[[Path], None] | None = None,
+        *,
+        root: str | None = None,
     ) -> Path:
         """Download and verify a checkpoint into the directory of a run; return its path.
 
@@ -187,6 +190,8 @@ class RemoteCheckpoints:
             progress: Called after each part, in any thread.
             move_away: Called with the path of a checkpoint of this step that exists, when the other
                 is there; None: it is refused.
+            root: Path in the state below which the arrays are that are needed, where hosts
+                uploaded their parts; None for all arrays.
 
         Raises:
             DamagedRemoteCheckpoint: an object is missing, or not as it was uploaded.
@@ -201,8 +206,9 @@ class RemoteCheckpoints:
         with write_errors(run_directory):
             shutil.rmtree(partial_path, ignore_errors=True)
             try:
-                self._download(manifest, _CHECKPOINT, manifest.checkpoint, partial_path, progress)
-                whole = _whole(partial_path)
+                files = _needed(manifest, root)
+                self._download(manifest, _CHECKPOINT, files, partial_path, progress)
+                whole = _whole(partial_path, root)
                 self.download_run_files(manifest, run_directory)
                 if destination.exists() and move_away is not None:
                     move_away(destination)
@@ -341,7 +347,16 @@ class RemoteCheckpoints:
         download_files(self.store, manifest.step, where, files, directory, progress)
 
 
-def _whole(path: Path) -> Path:
+def _needed(manifest: RemoteManifest, root: str | None) -> dict[str, RemoteFile]:
+    """Return the files of a checkpoint without the pieces of arrays that are not below a root."""
+    files = manifest.checkpoint
+    if root is None or PART not in files:
+        return files
+    about = (METADATA, PART)
+    return {one: files[one] for one in files if one in about or is_piece_below(one, root)}
+
+
+def _whole(path: Path, root: str | None) -> Path:
     """Return the directory of a downloaded checkpoint, verified; pieces of hosts are joined first.
 
     Raises:
@@ -350,5 +365,5 @@ def _whole(path: Path) -> Path:
     if not (path / PART).exists():
         verify_files(path)
         return path
-    join_pieces(path, path / "whole")
+    join_pieces(path, path / "whole", root)
     return path / "whole"

@@ -29,19 +29,21 @@ _REMEMBERED = 64  # pieces of an array, while the chunks that they overlap are w
 class _Job:
     source: str
     destination: str
+    root: str | None
 
 
-def join_pieces(source: Path, destination: Path) -> None:
+def join_pieces(source: Path, destination: Path, root: str | None = None) -> None:
     """Write a checkpoint with its manifest from the pieces of a step.
 
     Args:
         source: Directory with the metadata and all pieces of the step, which are verified.
         destination: Directory to create.
+        root: Path in the state below which the arrays are that the checkpoint gets; None for all.
 
     Raises:
         TrainingError: it cannot be written, or a piece is missing.
     """
-    job = _Job(str(source), str(destination))
+    job = _Job(str(source), str(destination), root)
     process = start_process(MODULE, job, {"JAX_PLATFORMS": "cpu"})
     told, _ = process.communicate()
     reasons = [event["error"] for event in read_events(told.splitlines()) if "error" in event]
@@ -50,8 +52,11 @@ def join_pieces(source: Path, destination: Path) -> None:
         raise TrainingError(f"the pieces in {source} cannot be joined to a checkpoint: {reason}")
 
 
-def _join(source: Path, destination: Path) -> None:
+def _join(source: Path, destination: Path, root: str | None) -> None:
     metadata = read_object(source / METADATA)
+    if root is not None:
+        arrays = metadata["arrays"]
+        metadata["arrays"] = {path: arrays[path] for path in arrays if path.startswith(f"{root}/")}
     shapes = validate(Part, read_object(source / PART)).shapes
     write_zeros(destination, metadata["arrays"], metadata)
     for path, (shape, dtype) in metadata["arrays"].items():
@@ -70,7 +75,7 @@ def main() -> None:
     """Join, and report why that failed."""
     job = read_job(_Job)
     try:
-        _join(Path(job.source), Path(job.destination))
+        _join(Path(job.source), Path(job.destination), job.root)
     except (OSError, ValueError, KeyError) as error:
         report(error=str(error))
 
