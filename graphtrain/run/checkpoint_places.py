@@ -153,12 +153,6 @@ def _with_uploads(disks: HostDisks, run: Run) -> HostDisks:
                 f"run.checkpoints.remote = {remote} is on a disk of each host, as run.directory "
                 "is; set one of both to what all hosts share, such as an object store"
             )
-    if run.export is not None:
-        raise TrainingError(
-            "run.export needs a run.directory that all hosts share, because it reads a whole "
-            f"checkpoint; unset it, and when the run is complete: graphtrain checkpoints pull "
-            f"{remote} DIR, and graphtrain convert graphtrain-to-hf DIR FOLDER"
-        )
     return replace(disks, uploads=PartUploads(disks.tier))
 
 

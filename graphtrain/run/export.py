@@ -22,6 +22,7 @@ from graphtrain.errors import TrainingError
 from graphtrain.run.agreement import on_all_ranks, on_rank_zero
 from graphtrain.run.events import RunSummary
 from graphtrain.run.export_process import MODULE, ExportJob
+from graphtrain.run.exported_checkpoint import best_stored_step
 from graphtrain.run.stalls import EXPORTING
 from graphtrain.run.watchdog import Watchdog
 from lowering.xla import distributed
@@ -39,6 +40,8 @@ def finish_export(
     watchdog: Watchdog,
     note: Callable[[str], None],
     asked_to_stop: Callable[[], Signals | None] = lambda: None,
+    *,
+    is_shared: bool = True,
 ) -> RunSummary:
     """Export a checkpoint of a run that is complete; return its summary with the folder.
 
@@ -51,20 +54,24 @@ def finish_export(
         note: Called with lines for the log of the run.
         asked_to_stop: Returns the signal by which this process is asked to stop, or None. With
             several processes, an export is not given up.
+        is_shared: Whether all hosts see the same directory of the run. Otherwise its checkpoints
+            are in its store.
 
     Raises:
         TrainingError: the folder cannot be written. The run and its checkpoints are complete.
     """
     if run.export is None or summary.stopped_by is not None:
         return summary
-    step = summary.steps
-    if run.export_weights == "best":
-        step = on_all_ranks(lambda: best_step(Path(run.directory) / "checkpoints"))
-    place = run.upload_place or run.checkpoint_place
-    job = ExportJob(run.directory, step, place, run.export, run.export_weights == "averaged")
 
     def wait() -> None:
-        watchdog.move(EXPORTING, step)
+        watchdog.move(EXPORTING, summary.steps)
+
+    step = summary.steps
+    if run.export_weights == "best":
+        step = _best_step(run, summary.best_step, wait, is_shared=is_shared)
+    store = run.checkpoint_place
+    place, is_average = run.upload_place or store, run.export_weights == "averaged"
+    job = ExportJob(run.directory, step, place, run.export, is_average, store)
 
     def is_interrupted() -> bool:
         wait()
@@ -77,6 +84,35 @@ def finish_export(
         assert signal is not None
         return replace(summary, stopped_by=signal.name)
     return replace(summary, exported=job.folder)
+
+
+def _best_step(run: Run, best: int | None, wait: Callable[[], None], *, is_shared: bool) -> int:
+    """Return the step with the lowest validation loss, of the checkpoints that there are.
+
+    Called on every rank.
+
+    Args:
+        run: Settings of the run.
+        best: Step with the lowest loss of all that were evaluated.
+        wait: Called now and then.
+        is_shared: As of `finish_export`.
+
+    Raises:
+        TrainingError: no checkpoint was saved with one, or the store cannot be read.
+    """
+    store = run.checkpoint_place
+    if is_shared or store is None:
+        return on_all_ranks(lambda: best_step(Path(run.directory) / "checkpoints"))
+    found: list[int] = []
+    on_rank_zero(lambda: found.append(best_stored_step(store)), wait)
+    step = int(distributed.all_gather_text(str(*found))[0])
+    if step != best and found:
+        warnings.warn(
+            f"step {best} has the lowest validation loss, but is not in {store[0]}, where hosts "
+            f"that share no disk have their checkpoints; step {step} is exported",
+            stacklevel=1,
+        )
+    return step
 
 
 def _export(

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Literal
 
 from graphtrain.checkpoints.file_copies import FileCopies
-from graphtrain.checkpoints.manifest import NAME as MANIFEST
 from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.checkpoints.side_process import read_job, report
-from graphtrain.files import content_digest
+from graphtrain.models.optimizer_state import EMA
 from graphtrain.run.earlier_runs import set_aside
+from graphtrain.run.exported_checkpoint import ExportedCheckpoint, Place
 from sharding_rules.documents import DocumentError, read_object
 from sharding_rules.errors import UserError
 
@@ -37,15 +37,21 @@ class ExportJob:
 
     run_directory: str
     step: int
-    place: tuple[str, str | None] | None  # URL and endpoint
+    place: Place | None  # of the copy of the folder
     kind: Literal["hf", "peft"] = "hf"
     averaged: bool = False  # the moving average of the weights
+    store: Place | None = None  # of the checkpoints, for a step that the directory does not have
 
     @property
     def folder(self) -> Path:
         """Return the folder in the directory of the run."""
         average = "averaged-" if self.averaged else ""
         return Path(self.run_directory) / f"{self.kind}-{average}{self.step}"
+
+    @property
+    def root(self) -> str:
+        """Return the path in the state below which the exported arrays are."""
+        return f"optimizer/{EMA}" if self.averaged else "parameters"
 
 
 def export(job: ExportJob) -> None:
@@ -58,14 +64,15 @@ def export(job: ExportJob) -> None:
     """
     run_directory = Path(job.run_directory)
     folder = job.folder
-    manifest = run_directory / "checkpoints" / str(job.step) / MANIFEST
+    checkpoint = ExportedCheckpoint(run_directory, job.step, job.store, job.root)
     with write_errors(run_directory):
-        record = {"step": job.step, "checkpoint": content_digest(manifest)}
+        record = {"step": job.step, "checkpoint": checkpoint.digest}
     if _record(folder) != record:
         if (folder / RECORD).exists():  # of the same step of a run that was trained again
             earlier = set_aside(run_directory, {folder.name})
             report(note=f"moved {folder}, which is of another checkpoint, to {earlier}")
-        _write(job, {RECORD: (json.dumps(record) + "\n").encode()})
+        with checkpoint.directory(folder.with_name(f".{folder.name}.checkpoint")) as source:
+            _write(job, source, {RECORD: (json.dumps(record) + "\n").encode()})
         report(note=f"exported the checkpoint of step {job.step} to {folder}")
     if job.place is not None:
         url, endpoint = job.place
@@ -84,8 +91,8 @@ def _record(folder: Path) -> dict[str, object] | None:
     return None
 
 
-def _write(job: ExportJob, files: Mapping[str, bytes]) -> None:
-    source, folder = Path(job.run_directory), job.folder
+def _write(job: ExportJob, source: Path, files: Mapping[str, bytes]) -> None:
+    folder = job.folder
     if job.kind == "peft":
         from graphtrain.weights.peft import export_peft
 

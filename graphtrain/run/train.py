@@ -210,7 +210,9 @@ def _train_until_rewound(
             if uploads is not None:
                 uploads.begin(start)
             finish_uploads(run, uploads, watchdog, start)
-            return finish_export(run, summary, watchdog, log.note)
+            return finish_export(
+                run, summary, watchdog, log.note, is_shared=shares_directory(disks)
+            )
         if saved and is_rank_zero:
             timeline.open(directory)
         initial_weights = on_all_ranks(lambda: InitialWeights.open(program, run, resuming=saved))
@@ -328,7 +330,10 @@ def _train_until_rewound(
                 return rewind.with_traceback(None)  # which would hold the state
             timeline.move(activities.SAVE)
             finish_uploads(run, uploads, watchdog, summary.steps)
-            summary = finish_export(run, summary, watchdog, log.note, lambda: stop.signal)
+            is_shared = shares_directory(disks)
+            summary = finish_export(
+                run, summary, watchdog, log.note, lambda: stop.signal, is_shared=is_shared
+            )
         if summary.stopped_by:
             timeline.end(f"stopped by {summary.stopped_by}")
         return summary

@@ -145,8 +145,9 @@ def test_hosts_that_share_no_disk_upload_their_parts_and_restore_them(
         assert not list(place.path.glob("run-*/checkpoints/*"))
         for lost in (hosts.disk(0), hosts.disk(1), place.path / "run-0"):
             shutil.rmtree(lost)
-        told = hosts.run(*words, "--set", "run.steps=18")
+        told = hosts.run(*words, "--set", "run.steps=18", "--set", "run.export=hf")
         assert "trained 18 steps (resumed from 16)" in told, told
+        assert "exported to run-0/hf-18" in told, told
         assert re.search(r"rank 1 was sent \d+ of its pieces of .* by the object store", told), told
         assert place.curve("run-0")[:16] == place.curve("reference")
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
@@ -168,6 +169,10 @@ def check_commands(place: Place, url: str) -> None:
     assert "pieces of [" in shown and "pieces/parameters." in shown
     out, _ = place.command("checkpoints", "verify", url)
     assert "16: intact" in out
+    place.command("checkpoints", "pull", url, "pulled-18", "--step", "18")
+    place.command("convert", "graphtrain-to-hf", "pulled-18", "folder")
+    weights = [place.path / name / "model.safetensors" for name in ("run-0/hf-18", "folder")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
     place.command("checkpoints", "pull", url, "pulled", "--step", "16")
     out, _ = place.command("checkpoints", "verify", "pulled")
     assert out == "16: intact\n"
