@@ -15,14 +15,10 @@ from graphtrain.checkpoints import private_orbax
 from graphtrain.checkpoints.arrays import check_same_arrays, describe_arrays
 from graphtrain.checkpoints.info import check_same_model, read_checkpoint_info
 from graphtrain.checkpoints.layer_order import LayerOrder, load_reordered
-from graphtrain.checkpoints.manifest import (
-    DamagedCheckpoint,
-    verified_while_reading,
-    verify_files,
-    write_manifest,
-)
+from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files, write_manifest
 from graphtrain.checkpoints.steps import Retention, saved_steps, saved_validation_losses
 from graphtrain.checkpoints.storage_errors import checkpoint_errors
+from graphtrain.checkpoints.verified_reading import verified_while_reading
 from graphtrain.config.schema import Program
 from graphtrain.errors import TrainingError
 from lowering.trees import Tree

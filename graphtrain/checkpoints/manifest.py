@@ -11,9 +11,8 @@ one. Orbax's own notes on the directory (`UNVERIFIED`) are written after it, and
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NotRequired
 
@@ -22,7 +21,6 @@ from typing_extensions import TypedDict  # pydantic refuses that of typing befor
 
 from graphtrain.errors import TrainingError
 from graphtrain.files import atomic_write, content_digest, json_digest, validate
-from lowering.xla import distributed
 from sharding_rules.documents import read_object
 
 NAME = "manifest.json"
@@ -111,6 +109,7 @@ def verify_files(
     only: str = "",
     part: int = 0,
     parts: int = 1,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
     """Verify size and digest of the files of a checkpoint, or of another directory.
 
@@ -120,16 +119,20 @@ def verify_files(
         only: Hash only the files whose names begin with this.
         part: Which share of the files to hash, of `parts`. Sizes are always all verified.
         parts: Number of shares, one for each rank.
+        is_wanted: Asked before each file; the rest is left out when the result is no longer wanted.
 
     Raises:
         DamagedCheckpoint: a file is missing or not as it was written, or there is no manifest.
     """
     files = _read_manifest(directory, manifest or directory / NAME)
     hashed = {name for name in _shares(files, parts)[part] if name.startswith(only)}
+
+    def verify(name: str) -> None:
+        if is_wanted():
+            _verify_file(directory, name, files[name], name in hashed)
+
     with ThreadPoolExecutor(_THREADS) as pool:
-        list(
-            pool.map(lambda name: _verify_file(directory, name, files[name], name in hashed), files)
-        )
+        list(pool.map(verify, files))
 
 
 def _read_manifest(directory: Path, path: Path) -> dict[str, _File]:
@@ -213,59 +216,3 @@ def _fast_digest(path: Path) -> str:
     """
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-
-
-def first_damage(own: DamagedCheckpoint | None, *, is_shared: bool) -> DamagedCheckpoint | None:
-    """Return the damage that the lowest rank has found, if one has. Called on every rank.
-
-    All ranks return the same, so that they agree which checkpoints are not used.
-
-    Args:
-        own: What this rank has found.
-        is_shared: Whether all ranks see the same directory; otherwise the reason names the rank.
-    """
-    found = [] if own is None else [str(own.checkpoint_path), own.reason]
-    for rank, word in enumerate(distributed.all_gather_text(json.dumps(found))):
-        if found := json.loads(word):
-            where = "" if is_shared else f"on {distributed.names([rank])}, "
-            return DamagedCheckpoint(Path(found[0]), where + found[1])
-    return None
-
-
-@contextmanager
-def verified_while_reading(checkpoint_path: Path, *, is_shared: bool = True) -> Iterator[None]:
-    """Verify a checkpoint while the block reads it; raise at the end of the block if it is damaged.
-
-    Several processes verify it before the block: all must agree to read it, because reading it
-    synchronizes them.
-
-    Args:
-        checkpoint_path: Directory of the checkpoint.
-        is_shared: Whether all processes see the same directory, so that each verifies a share of
-            the files; otherwise each has a copy of its own, and verifies all of it.
-
-    Raises:
-        DamagedCheckpoint: a file is not as it was written. What the block returned, or raised
-            because of the damage, must not be used.
-    """
-    count = distributed.count()
-    if count > 1:
-        part, parts = (distributed.rank(), count) if is_shared else (0, 1)
-        own = None
-        try:
-            verify_files(checkpoint_path, part=part, parts=parts)
-        except DamagedCheckpoint as error:
-            own = error
-        if damaged := first_damage(own, is_shared=is_shared):
-            raise damaged
-        yield
-        return
-    with ThreadPoolExecutor(1) as pool:
-        verification = pool.submit(verify_files, checkpoint_path)
-        try:
-            yield
-        except Exception as error:
-            if isinstance(damage := verification.exception(), DamagedCheckpoint):
-                raise damage from error
-            raise
-        verification.result()

@@ -1,7 +1,8 @@
 """Checkpoints that the hosts of a run upload together, each the pieces on its own disk.
 
-All use one prefix. Each host writes a record of the pieces that it has uploaded; rank 0 waits for
-the records of all, and writes the manifest last. The records are then deleted:
+All use one prefix. Each host writes a record of the pieces that it has uploaded, or of the reason
+why it cannot; rank 0 waits for the records of all, and writes the manifest last. The records are
+then deleted:
 
     v1/files/<step>-<seconds>-<random>/parts/<number>.json
     v1/files/<step>-<seconds>-<random>/checkpoint/about/...  of rank 0
@@ -11,6 +12,7 @@ the records of all, and writes the manifest last. The records are then deleted:
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from graphtrain.checkpoints.remote_manifest import (
     RemoteFile,
     RemoteManifest,
 )
+from graphtrain.errors import TrainingError
 from graphtrain.files import json_digest, validate
 from sharding_rules.documents import parse_object, read_object
 
@@ -54,6 +57,15 @@ class _Record:
     """Pieces of a part that are in the store."""
 
     pieces: dict[str, RemoteFile]
+    refused: str | None = None  # why none are, and never will be
+
+    def encode(self) -> bytes:
+        content = asdict(self)
+        return json.dumps(content | {"digest": json_digest(content)}).encode()
+
+
+class RefusedPart(TrainingError):
+    """A host cannot upload its part of a step, so that the step is never complete in the store."""
 
 
 def upload_parts(remote: RemoteCheckpoints, upload: PartsUpload) -> None:
@@ -70,9 +82,18 @@ def upload_parts(remote: RemoteCheckpoints, upload: PartsUpload) -> None:
         if names is None:
             names = [name for name in recorded_files(directory) if name.startswith(f"{FOLDER}/")]
         files = remote.put_files(upload.prefix, {name: directory / name for name in names})
-        content = asdict(_Record(files))
-        data = json.dumps(content | {"digest": json_digest(content)}).encode()
-        remote.store.put(_record_name(upload.prefix, source.number), data)
+        remote.store.put(_record_name(upload.prefix, source.number), _Record(files).encode())
+
+
+def refuse_parts(remote: RemoteCheckpoints, upload: PartsUpload, reason: str) -> None:
+    """Record that this host cannot upload its parts, for which rank 0 would wait.
+
+    Raises:
+        CacheError: the record cannot be written.
+    """
+    record = _Record({}, f"host {socket.gethostname()} cannot upload its part: {reason}")
+    for source in upload.sources:
+        remote.store.put(_record_name(upload.prefix, source.number), record.encode())
 
 
 class UploadedParts:
@@ -92,6 +113,7 @@ class UploadedParts:
         """Read the records that have been written; return whether all have.
 
         Raises:
+            RefusedPart: a host cannot upload its part.
             DamagedRemoteCheckpoint: a record is damaged.
             CacheError: the store cannot be read.
         """
@@ -101,7 +123,10 @@ class UploadedParts:
                 data = self._remote.store.get(name, MAX_MANIFEST_BYTES)
                 if data is None:
                     return False
-                self._records[number] = self._decode(name, data)
+                record = self._decode(name, data)
+                if record.refused is not None:
+                    raise RefusedPart(record.refused)
+                self._records[number] = record.pieces
         return True
 
     def finish(self, run_directory: Path) -> RemoteManifest:
@@ -139,11 +164,11 @@ class UploadedParts:
             raise self._damaged(f"no host has uploaded {min(missing)}")
         return joined
 
-    def _decode(self, name: str, data: bytes) -> dict[str, RemoteFile]:
+    def _decode(self, name: str, data: bytes) -> _Record:
         try:
             content = parse_object(data)
             if content.pop("digest", None) == json_digest(content):
-                return validate(_Record, content).pieces
+                return validate(_Record, content)
         except ValueError:
             pass
         raise self._damaged(f"{name} does not have the digest it was written with")

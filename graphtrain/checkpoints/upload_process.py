@@ -30,7 +30,13 @@ from graphtrain.checkpoints.listing import list_remote, superfluous
 from graphtrain.checkpoints.manifest import DamagedCheckpoint
 from graphtrain.checkpoints.remote import RemoteCheckpoints
 from graphtrain.checkpoints.remote_manifest import DamagedRemoteCheckpoint, RemoteManifest
-from graphtrain.checkpoints.remote_parts import PartsUpload, UploadedParts, upload_parts
+from graphtrain.checkpoints.remote_parts import (
+    PartsUpload,
+    RefusedPart,
+    UploadedParts,
+    refuse_parts,
+    upload_parts,
+)
 from graphtrain.checkpoints.same_run import OtherRun, check_store
 from graphtrain.checkpoints.side_process import read_job, report
 from graphtrain.checkpoints.steps import Retention
@@ -124,14 +130,27 @@ def _upload(job: UploadJob, request: UploadRequest, queue: _Queue) -> bool:
             return True
         seconds = time.monotonic() - started
         _report("uploaded", step, bytes=manifest.nbytes, seconds=seconds, replaces=replaces)
+    except RefusedPart as error:  # of another host, which has recorded it
+        _report("refused", step, reason=str(error))
+        return True
     except (DamagedCheckpoint, DamagedRemoteCheckpoint, OtherRun, UnusableObject) as error:
         _report("refused", step, reason=str(error))
+        _tell_rank_zero(job, request, str(error))
         return True
     except (UserError, OSError) as error:
         _report("failed", step, reason=str(error))
         return False
     _remove_superfluous(remote, job.retention, step)
     return True
+
+
+def _tell_rank_zero(job: UploadJob, request: UploadRequest, reason: str) -> None:
+    """Record that the parts of this host never come; without it, rank 0 waits until its limit."""
+    if request.parts is None or request.parts.is_last:
+        return
+    with suppress(CacheError):
+        remote = RemoteCheckpoints(job.url, job.endpoint, retry_seconds=_RETRY_SECONDS)
+        refuse_parts(remote, request.parts, reason)
 
 
 def _upload_parts(

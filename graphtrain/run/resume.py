@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from graphtrain.checkpoints.checkpoint import Checkpoints, RestoredState
 from graphtrain.checkpoints.info import CheckpointInfo, read_checkpoint_info
-from graphtrain.checkpoints.manifest import DamagedCheckpoint, first_damage, verify_files
+from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files
 from graphtrain.checkpoints.steps import saved_steps
+from graphtrain.checkpoints.verified_reading import first_damage
 from graphtrain.config.identity import STEPS, identity_changes, mathematics, say
 from graphtrain.config.schema import Config, Data, Run
 from graphtrain.data.indexed.dataset import dataset_paths

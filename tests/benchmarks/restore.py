@@ -65,7 +65,7 @@ def main() -> None:
 
         def restore_unverified() -> None:
             with mock.patch.object(
-                checkpoint, "verified_while_reading", lambda path: nullcontext()
+                checkpoint, "verified_while_reading", lambda path, **_: nullcontext()
             ):
                 restore()
 

@@ -1,19 +1,17 @@
 import hashlib
 import json
 import shutil
+import time
 
 import jax
 import numpy as np
 import pytest
 
+from graphtrain.checkpoints import verified_reading
 from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters
-from graphtrain.checkpoints.manifest import (
-    DamagedCheckpoint,
-    verified_while_reading,
-    verify_files,
-    write_manifest,
-)
+from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files, write_manifest
 from graphtrain.checkpoints.steps import Retention, saved_steps
+from graphtrain.checkpoints.verified_reading import verified_while_reading
 from graphtrain.files import json_digest
 from graphtrain.run import resume
 from lowering.xla import distributed
@@ -138,6 +136,40 @@ def test_each_host_verifies_all_of_a_copy_of_its_own(tmp_path, monkeypatch):
         ):
             pass
         (tmp_path / name).write_text(name)
+
+
+def test_a_host_that_verifies_for_long_learns_at_once_of_damage_on_another(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("a")
+    write_manifest(tmp_path)
+    found, exchanges = [str(tmp_path), "b cannot be read"], []
+
+    def gather(word):  # the other host is done after the third exchange, with a damage
+        exchanges.append(word)
+        return [word, json.dumps(found) if len(exchanges) > 2 else "[]" if word == "[]" else ""]
+
+    def verify_slowly(path, *, is_wanted, **_):
+        while is_wanted():
+            time.sleep(0.01)
+
+    be_rank_zero_of_two(monkeypatch)
+    monkeypatch.setattr(distributed, "all_gather_text", gather)
+    monkeypatch.setattr(verified_reading, "verify_files", verify_slowly)
+    monkeypatch.setattr(verified_reading, "_EXCHANGE_SECONDS", 0.01)
+    with (
+        pytest.raises(DamagedCheckpoint, match="on rank 1, b cannot be read"),
+        verified_while_reading(tmp_path, is_shared=False),
+    ):
+        pass
+    assert exchanges == ["[]", "", "[]"]
+
+
+def test_files_are_left_out_when_their_verification_is_no_longer_wanted(tmp_path):
+    (tmp_path / "a").write_text("a")
+    write_manifest(tmp_path)
+    (tmp_path / "a").write_text("b")
+    verify_files(tmp_path, is_wanted=lambda: False)
+    with pytest.raises(DamagedCheckpoint):
+        verify_files(tmp_path)
 
 
 def test_what_is_damaged_on_one_host_is_dropped_on_all(tmp_path, monkeypatch):

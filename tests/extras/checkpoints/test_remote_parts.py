@@ -98,6 +98,19 @@ def test_a_part_that_came_before_a_newer_step_is_not_given_up(hosts, capsys, mon
     assert events(capsys) == ["waiting", "uploaded"] and hosts.remote.steps() == [4]
 
 
+def test_rank_0_learns_at_once_that_another_host_cannot_upload_its_part(hosts, capsys):
+    hosts.piece(1).write_bytes(b"x" * 16)
+    first = threading.Thread(target=hosts.upload, args=(0, _Queue()))
+    first.start()
+    assert hosts.upload(1, _Queue())
+    first.join(10)
+    assert not first.is_alive()  # there is no newer step, for which it would give up
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line]
+    own, of_first = sorted((one["reason"] for one in told if one["event"] == "refused"), key=len)
+    assert "pieces/a/1 does not have the digest" in own and own in of_first
+    assert "cannot upload its part" in of_first and hosts.remote.steps() == []
+
+
 def test_what_is_damaged_missing_or_differs_between_hosts_never_looks_whole(
     hosts, tmp_path, capsys
 ):
