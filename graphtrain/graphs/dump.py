@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.errors import PlanError
 from graphtrain.graphs.array_summary import summarize
 from graphtrain.graphs.dumped_arrays import (
     BACKWARD,
@@ -58,16 +57,10 @@ class ArrayDump:
             inputs: ArraySpecs of the inputs of its training step.
 
         Raises:
-            PlanError: no array has such a name, or the program is a pipeline of an imported model.
+            PlanError: no array has such a name.
         """
         specs = inputs["state"]["parameters"]
         if program.stages is not None:
-            model = open_language_model(program.model)
-            if model.uses_module_names:
-                raise PlanError(
-                    "graphtrain dump does not support pipeline parallelism of imported models "
-                    f"(mesh.stage = {program.stages.stages}); use --set program.mesh.stage=1"
-                )
             # Of the layers in order, as dumps of other meshes have them.
             specs = trained_specs(replace(program, stages=None))
         recorded, lines = _recorded(program, inputs, specs)

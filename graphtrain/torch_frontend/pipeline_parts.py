@@ -33,6 +33,7 @@ from graphtrain.torch_frontend.scan_blocks import Scan, ScanHooks, StopForward, 
 from lowering.pipeline.ring import read_slot
 from lowering.pipeline.schedule import Pipeline, StageResult
 from lowering.tracing.constrain import draw_shard, placement
+from lowering.tracing.recording import record, recording_later
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
@@ -261,10 +262,16 @@ def _run_after_blocks(
     key: jax.Array | None = None,
 ) -> jax.Array:
     """Compute logits from x, the hidden state after the last block."""
-    hooks = ScanHooks(run_blocks=lambda scan: x)
-    return opened.finish_logits(
-        opened.run(_all_weights(opened, arrays), tokens, key, hooks), tokens
-    )
+    with recording_later() as begin_recording:
+
+        def run_blocks(scan: Scan) -> jax.Array:
+            begin_recording()
+            return x
+
+        hooks = ScanHooks(run_blocks=run_blocks)
+        return opened.finish_logits(
+            opened.run(_all_weights(opened, arrays), tokens, key, hooks), tokens
+        )
 
 
 def _all_weights(opened: OpenedModel, weights: Arrays) -> Arrays:
@@ -312,6 +319,7 @@ def imported_pipeline(
         layer_indices, is_layer = layers_of_chunk(stages, chunk)
 
         def run_blocks(scan: Scan) -> jax.Array:
+            begin_recording()
             arrays = scan.arrays_by_name(opened.cast_parameters(flatten(rows)))
             return scan.scan_rows(x, [arrays], scan.keys()[layer_indices], is_layer)
 
@@ -319,14 +327,15 @@ def imported_pipeline(
         stage_tokens = jnp.zeros(shape, jnp.int32)
         if parts.arguments_depend_on_tokens:
             stage_tokens = draw_shard(lambda _: read_slot(tokens, number), shape, "batch", "seq")
-        out = _run_until_blocks(opened, {}, stage_tokens, microbatch_key(number), run_blocks)
+        with recording_later() as begin_recording:
+            out = _run_until_blocks(opened, {}, stage_tokens, microbatch_key(number), run_blocks)
         return out, NO_TERMS.losses, NO_TERMS.metrics
 
     def last(weights: Tree, x: jax.Array, microbatch: Tree) -> tuple[jax.Array, Any]:
         unused_tokens, unused_key = jnp.zeros(x.shape[:2], jnp.int32), jax.random.key(0)
         key = None if keys is None else unused_key
         out = _run_after_blocks(opened, flatten(weights), x, unused_tokens, key)
-        return score(out, microbatch)
+        return score(record("logits", out, "batch", "seq", "vocab"), microbatch)
 
     return Pipeline(first, stage, last, virtual_stages=stages.rounds)
 

@@ -122,6 +122,24 @@ def without_recording() -> AbstractContextManager[Any]:
     return set_context_variable(_recorder, None)
 
 
+@contextmanager
+def recording_later() -> Iterator[Callable[[], None]]:
+    """Record nothing that the block computes before it calls the function that is yielded.
+
+    For a part of a model that first computes, again, what another part records.
+    """
+    outer = _recorder.get()
+    if outer is None:
+        yield lambda: None
+        return
+
+    def begin() -> None:
+        _recorder.set(outer)
+
+    with recording():  # for a recorder that nobody reads
+        yield begin
+
+
 def record(name: str, x: jax.Array, *axes: str | None) -> jax.Array:
     """Name an activation; return it, or an equal array whose gradient is recorded.
 
