@@ -1,8 +1,11 @@
-"""Paths that users give in settings and options: of local files, and possible ones."""
+"""Paths and URLs that users give in settings and options: of local files, stores and servers."""
 
 import re
+from urllib.parse import urlsplit
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+# The beginning of a URL without its second slash: a directory with this name is not meant.
+_SHORT_URL = re.compile(r"(s3a?|gs|az|abfss?|obs|oss|https?):/?(?!/)", re.IGNORECASE)
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095  # NAME_MAX of common file systems, PATH_MAX of Linux
 
 
@@ -17,6 +20,7 @@ def check_local_path(path: str) -> str:
             f"{path[:80]} is a URL ({match[1].lower()}), and here a local path is needed; download "
             "it first, a folder of an object store by graphtrain data pull URL DIRECTORY"
         )
+    check_url_slashes(path)
     try:
         name_bytes = [len(name.encode(errors="surrogateescape")) for name in path.split("/")]
     except UnicodeEncodeError:
@@ -29,3 +33,35 @@ def check_local_path(path: str) -> str:
             f"bytes, and a path at most {_MAX_PATH_BYTES}"
         )
     return path
+
+
+def check_url_slashes(url: str) -> None:
+    """Check that a path is not the URL of a store whose two slashes are incomplete.
+
+    Raises:
+        ValueError: it is; it would be taken for a directory with the name s3:.
+    """
+    if match := _SHORT_URL.match(url):
+        rest = url[match.end() :]
+        raise ValueError(
+            f"{url[:80]} is no URL of a store, which has two slashes; write "
+            f"{match[1].lower()}://{rest[:80]}"
+        )
+
+
+def check_endpoint(endpoint: str) -> str:
+    """Return `endpoint` if it can be the URL of a server.
+
+    Raises:
+        ValueError: it cannot; the message says what to write.
+    """
+    try:
+        parts = urlsplit(endpoint)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port beyond 65535, an address without its bracket
+        is_url = False
+    if not is_url or not re.fullmatch(r"[!#-;=?-\[\]_a-z~]+", endpoint):
+        raise ValueError(
+            f'"{endpoint[:80]}" is not the URL of a server; write http://HOST:PORT or https://HOST'
+        )
+    return endpoint

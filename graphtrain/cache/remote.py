@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from graphtrain.errors import CacheError
 from lowering.machine.extras import optional_import
+from sharding_rules.paths import check_endpoint, check_url_slashes
 
 _T = TypeVar("_T")
 
@@ -60,8 +61,7 @@ class ObjectStore:
             CacheError: unsupported URL, no bucket in it, no such directory, or obstore is not
                 installed.
         """
-        if url.endswith("://"):
-            raise CacheError(f"{url} names no bucket; write {url}BUCKET/PATH")
+        _check_place(url, endpoint)
         self.url = url
         self._is_web = url.startswith(("http://", "https://"))
         self._patience = retry_seconds if "://" in url else 0.0  # retrying a local disk is useless
@@ -340,6 +340,28 @@ def _open(url: str, patience: float, make: bool, endpoint: str | None, read_time
             client_options=_client(url, endpoint, read_timeout),
             retry_config=_retries(patience),
         )
+
+
+def _check_place(url: str, endpoint: str | None) -> None:
+    """Check a URL and the server behind it, with which obstore would crash.
+
+    Raises:
+        CacheError: the URL names no bucket, or one of both is no URL.
+    """
+    if url.endswith("://"):
+        raise CacheError(f"{url} names no bucket; write {url}BUCKET/PATH")
+    try:
+        check_url_slashes(url)
+    except ValueError as error:
+        raise CacheError(str(error)) from None
+    servers = {"endpoint": endpoint or ""}
+    if url.startswith("s3"):
+        servers |= {name: os.environ.get(name, "") for name in _ENDPOINTS}
+    for name, server in servers.items():
+        try:
+            check_endpoint(server or "https://default")
+        except ValueError as error:
+            raise CacheError(f"{url}: {name} = {error}") from None
 
 
 def _client(url: str, endpoint: str | None, read_timeout: float) -> Any:

@@ -424,6 +424,19 @@ def test_checkpoints_in_the_directory_of_the_run_itself_are_refused(place):
         assert f'"{url}" names no bucket; write {url[:5]}BUCKET/PATH' in found
 
 
+def test_a_url_with_one_slash_is_no_directory_and_an_endpoint_without_http_no_server(place):
+    for setting in ("checkpoints.remote", "checkpoints.local", "upload.remote", "data.train"):
+        (found,) = problems("--set", f"run.{setting}=s3:/bucket/x")
+        assert setting in found and "two slashes; write s3://bucket/x" in found, found
+    store = "--set", "run.checkpoints.remote=s3://bucket/x"
+    for server in ("127.0.0.1:5901", "http://", "https://a:99999", "http://a b"):
+        (found,) = problems(*store, "--set", f"run.checkpoints.endpoint={server}")
+        assert f'checkpoints.endpoint={server}: "{server}" is not the URL of a server' in found, (
+            found
+        )
+    assert not (place / "s3:").exists()
+
+
 def test_an_export_of_a_model_that_no_family_has_is_refused_before_compiling(place):
     assert graphtrain("config", "check", "a.toml", "--set", "run.export=hf").status == 0
     (found,) = problems("--set", "run.export=hf", "--set", "program.model.embedding_norm=true")

@@ -8,15 +8,19 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from graphtrain.config.schema.types import STRICT, WRONG_PATH, LocalPath, NotNegativeFloat, Positive
+from sharding_rules.paths import check_endpoint, check_local_path
 
 _SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")  # that can be written and listed
 
 
 def _store_url(url: str) -> str:
-    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
+    scheme, reason = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url), None
     if scheme is None:
-        return url
-    if scheme[1] not in _SCHEMES:
+        try:
+            return check_local_path(url)
+        except ValueError as error:
+            reason = str(error)
+    elif scheme[1] not in _SCHEMES:
         reason = (
             f'"{url}" cannot hold checkpoints; write s3://BUCKET/PATH, gs://..., az://... or the '
             "path of a directory, and for another store with the interface of S3 also endpoint"
@@ -28,7 +32,15 @@ def _store_url(url: str) -> str:
     raise PydanticCustomError(WRONG_PATH, "{reason}", {"reason": reason})
 
 
+def _endpoint(url: str) -> str:
+    try:
+        return check_endpoint(url)
+    except ValueError as error:
+        raise PydanticCustomError(WRONG_PATH, "{reason}", {"reason": str(error)}) from None
+
+
 StoreUrl = Annotated[str, Field(min_length=1), AfterValidator(_store_url)]
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -45,7 +57,7 @@ class CheckpointSettings:
     # Where local is a disk of each host, steps between checkpoints in the directory of the run too.
     remote_every: Positive | None = None  # steps between copies; unset: every checkpoint
     remote_timeout: NotNegativeFloat = 600.0  # seconds that the end of a run waits for the last one
-    endpoint: str | None = None  # server of an S3-compatible store; unset: $AWS_ENDPOINT_URL
+    endpoint: Endpoint | None = None  # server of an S3-compatible store; unset: $AWS_ENDPOINT_URL
 
     def __post_init__(self) -> None:
         if self.endpoint is not None and self.remote is None:

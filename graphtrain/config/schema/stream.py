@@ -10,6 +10,7 @@ from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
+from graphtrain.config.schema.checkpoints import Endpoint
 from graphtrain.config.schema.types import STRICT, WRONG_PATH, LocalPath, Positive, PositiveFloat
 from sharding_rules.paths import check_local_path
 
@@ -56,7 +57,7 @@ class StreamSettings:
     cache: LocalPath | None = None  # directory on each host; unset: ~/.cache/graphtrain/data
     cache_mb: Positive = 8192  # MB of tokens of a dataset that each process keeps in the cache
     timeout: PositiveFloat = 600.0  # seconds for which failed requests are repeated
-    endpoint: str | None = None  # server of an S3-compatible store; unset: $AWS_ENDPOINT_URL
+    endpoint: Endpoint | None = None  # server of an S3-compatible store; unset: $AWS_ENDPOINT_URL
 
     def local_prefix(self, url: str) -> str:
         """Return the path prefix of the local files of a dataset in a store."""

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from graphtrain.config.schema.checkpoints import StoreUrl
+from graphtrain.config.schema.checkpoints import Endpoint, StoreUrl
 from graphtrain.config.schema.types import STRICT, PositiveFloat
 
 # Other processes of the run wait at most two minutes for rank 0 when the run has ended.
@@ -22,7 +22,7 @@ class UploadSettings:
     remote: StoreUrl | None = None  # s3://, gs://, az://, or a directory; unset: of run.checkpoints
     every_seconds: PositiveFloat = 60.0  # between uploads of what has changed
     timeout: _Timeout = 60.0  # seconds that the end of a run waits for the last upload
-    endpoint: str | None = None  # server of an S3-compatible store; unset: as for the checkpoints
+    endpoint: Endpoint | None = None  # S3-compatible server; unset: as for the checkpoints
 
     def __post_init__(self) -> None:
         if self.endpoint is not None and self.remote is None:

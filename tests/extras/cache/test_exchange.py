@@ -325,6 +325,16 @@ def test_a_store_of_no_known_kind_is_refused():
         ObjectStore("ftp://somewhere")
 
 
+def test_what_is_no_url_of_a_store_or_server_is_refused_before_anything_is_asked(monkeypatch):
+    with pytest.raises(CacheError, match=r"s3:/bucket/x is no URL .*; write s3://bucket/x"):
+        ObjectStore("s3:/bucket/x")
+    with pytest.raises(CacheError, match=r's3://bucket: endpoint = "127.0.0.1:9" is not the URL'):
+        ObjectStore("s3://bucket", endpoint="127.0.0.1:9")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost")
+    with pytest.raises(CacheError, match=r'AWS_ENDPOINT_URL = "localhost" is not the URL of a ser'):
+        ObjectStore("s3://bucket")
+
+
 def test_a_store_to_pull_from_is_not_made(tmp_path):
     with pytest.raises(CacheError, match=r"stroe: no such directory"):
         ObjectStore(str(tmp_path / "stroe"), create=False)
