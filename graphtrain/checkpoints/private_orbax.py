@@ -126,8 +126,13 @@ def before_commit(action: Callable[[Path], None]) -> Any:
     return CommittedPath
 
 
-# Logged of a damaged _CHECKPOINT_METADATA, Orbax's notes on a checkpoint, which are not used.
-_UNREADABLE_NOTES = "Failed to json parse Metadata file"
+_UNIMPORTANT = (
+    # Of a missing or damaged _CHECKPOINT_METADATA, Orbax's notes on a checkpoint, not used.
+    "Failed to json parse Metadata file",
+    "Metadata file does not exist",
+    # Of what a process that was killed left of a save: it is removed.
+    "Attempted to create temporary directory",
+)
 
 
 class _BackgroundErrors(logging.Filter):
@@ -139,7 +144,7 @@ class _BackgroundErrors(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if str(record.msg).startswith(_UNREADABLE_NOTES):
+        if str(record.msg).startswith(_UNIMPORTANT):
             return False
         if "orbax" not in record.pathname or not isinstance(error, Exception):
             return True

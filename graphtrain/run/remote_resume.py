@@ -133,7 +133,7 @@ def fetch_checkpoint(
     try:
         info = remote.info(step)
     except DamagedRemoteCheckpoint as error:
-        warnings.warn(str(error), stacklevel=1)
+        _warn_of_damage(remote, error)
         return False
     check(f"{remote.url}, step {step},", step, info)
 
@@ -148,6 +148,14 @@ def fetch_checkpoint(
     try:
         remote.download(step, directory, progress, move_away)
     except DamagedRemoteCheckpoint as error:
-        warnings.warn(str(error), stacklevel=1)
+        _warn_of_damage(remote, error)
         return False
     return True
+
+
+def _warn_of_damage(remote: RemoteCheckpoints, error: DamagedRemoteCheckpoint) -> None:
+    warnings.warn(
+        f"{remote.url}, step {error.step} is damaged: {error.reason}; it is not used, and an "
+        "earlier checkpoint is looked for",
+        stacklevel=1,
+    )

@@ -5,6 +5,7 @@ Run these first with a new version of Orbax. A failure names the function and wh
 
 import asyncio
 import gc
+import logging
 import sys
 import tracemalloc
 import warnings
@@ -53,6 +54,17 @@ canary = make_canary(
 def test_every_private_interface_has_a_canary_and_a_remedy():
     public = public_functions(private_orbax)
     assert public == guarded_functions(globals()) == set(REMEDIES)
+
+
+def test_what_orbax_logs_of_an_interrupted_save_is_not_said(caplog):
+    private_orbax.background_errors()
+    for line in (
+        "Attempted to create temporary directory %s which already exists. Removing existing",
+        "Metadata file does not exist: %s",
+        "something else of %s",
+    ):
+        logging.getLogger("absl").warning(line, "run/checkpoints/380")
+    assert [one.getMessage() for one in caplog.records] == ["something else of run/checkpoints/380"]
 
 
 STATE = {"parameters": {"head": np.arange(24, dtype=np.float32).reshape(4, 6)}}
