@@ -89,7 +89,7 @@ class Journal:
             tensorboard: Whether to write TensorBoard events too.
             written: What `position` returned when the checkpoint was saved. A journal that does
                 not begin with it is damaged: it is copied, with a warning, and its readable records
-                are kept.
+                are kept. One that is missing is a warning.
         """
         self._path = directory / METRICS_NAME
         with write_errors(directory):
@@ -242,11 +242,18 @@ def _is_number_or_none(value: Any) -> bool:
 
 def _drop_records_after(path: Path, step: int, written: Mapping[str, Any] | None) -> bytes:
     """Rewrite the journal without later records, and return its content."""
+    if written is not None and written["bytes"] and not path.exists():
+        warnings.warn(
+            f"{path} is missing, and with it the metrics up to step {step}: it was removed, or the "
+            "checkpoint is that of a run in another directory; the metrics begin anew",
+            stacklevel=3,
+        )
+        return b""
     content = _content(path)
     records, damaged = _parse(content)
     if damaged or (written is not None and not _begins_with(content, written)):
         copy = path.with_name(f"metrics.{step}.damaged.jsonl")
-        shutil.copyfile(path, copy) if path.exists() else copy.touch()
+        shutil.copyfile(path, copy)
         where = f"line {', '.join(map(str, damaged[:10]))}" if damaged else f"up to step {step}"
         warnings.warn(
             f"{path} is not as this run wrote it ({where}); kept a copy in {copy.name}, and the "

@@ -121,6 +121,13 @@ def test_a_damaged_line_is_reported_once_by_all_who_read_it(tmp_path):
     assert len(shown) == 1 and len(read_again) == 1
 
 
+def test_a_journal_that_is_missing_is_not_called_damaged(tmp_path):
+    written = {"bytes": 120, "sha256": "of another directory"}
+    with pytest.warns(UserWarning, match=r"metrics.jsonl is missing, .* up to step 6.*begin anew"):
+        Journal(tmp_path, after=6, tensorboard=False, written=written).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
 def test_what_mixtures_report_is_described():
     mixture = MixtureOfExperts(experts=2, experts_per_token=1, capacity_factor=1.0)
     assert set(metric_names(mixture)) <= METRICS.keys()
