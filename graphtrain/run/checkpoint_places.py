@@ -110,15 +110,18 @@ def _open_local(directory: Path, local: str, stack: ExitStack, *, fresh: bool) -
     """Return the disks of the hosts, if `local` is one; else link to it. Called on every rank."""
     from graphtrain.run.host_disks import is_disk_of_host, locked_disk, open_disks
 
-    if is_disk_of_host(Path(local).absolute()):
-        on_all_ranks(lambda: stack.enter_context(locked_disk(Path(local).absolute())))
+    place = Path(local).absolute()
+    if is_disk_of_host(place):
+        on_all_ranks(lambda: stack.enter_context(locked_disk(place)))
         disks = open_disks(directory, Path(local), fresh=fresh)
         stack.callback(disks.server.close)
         return disks
-    is_first = distributed.rank() == 0
-    on_all_ranks(
-        partial(link_local_tier, directory, local, fresh=fresh) if is_first else _do_nothing
-    )
+
+    def link() -> None:
+        stack.enter_context(locked_disk(place))
+        link_local_tier(directory, local, fresh=fresh)
+
+    on_all_ranks(link if distributed.rank() == 0 else _do_nothing)
     return None
 
 

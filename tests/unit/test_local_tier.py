@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 
 from graphtrain.checkpoints.local_tier import link_local_tier, remove_link
 from graphtrain.checkpoints.steps import saved_steps
 from graphtrain.errors import TrainingError
-from graphtrain.run import agreement, host_disks
+from graphtrain.run import agreement, checkpoint_places, host_disks
 
 
 @pytest.fixture
@@ -142,7 +143,7 @@ with locked_disk(Path(sys.argv[1])):
 """
 
 
-def test_two_runs_are_refused_one_disk_of_a_host(tmp_path, monkeypatch):
+def test_two_runs_are_refused_one_disk_of_a_host(run, tmp_path, monkeypatch):
     monkeypatch.setattr(host_disks, "_LOCK_SECONDS", 0.1)
     words = [sys.executable, "-c", HOLDS, str(tmp_path)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -152,6 +153,12 @@ def test_two_runs_are_refused_one_disk_of_a_host(tmp_path, monkeypatch):
             host_disks.locked_disk(tmp_path),
         ):
             pass
+        with (
+            pytest.raises(TrainingError, match=r"another run on this host saves checkpoints in"),
+            ExitStack() as stack,  # a run in one process, whose directory is a link to the disk
+        ):
+            checkpoint_places._open_local(run, str(tmp_path), stack, fresh=False)
+        assert not list(run.iterdir())
         other.kill()
         other.wait()
         for _ in range(2):  # also again, as after a rewind
