@@ -58,6 +58,21 @@ class MeshShape:
         """Return the number of devices along several mesh axes; an absent axis has size 1."""
         return math.prod(self.axes.get(name, 1) for name in names)
 
+    def across(self, slices: int) -> dict[str, int]:
+        """Return the part of each mesh axis that runs across slices; the rest is inside of one.
+
+        The slowest axes take it: data first, then fsdp. In a mesh of data 4 x fsdp 16 on 2 slices,
+        2 of data's 4 are the slices, and each of these holds data 2 x fsdp 16.
+
+        Args:
+            slices: number of equal slices; it divides the number of devices.
+        """
+        left, parts = slices, {}
+        for name, size in self.axes.items():
+            parts[name] = math.gcd(size, left)
+            left //= parts[name]
+        return parts
+
     def _misfit(self, devices: int, target: str, has_rest: bool) -> str:
         """Say why these sizes do not use the devices of a target, and which sizes or target do."""
         axes = " x ".join(f"mesh.{name}" for name, size in self.axes.items() if size > 1)

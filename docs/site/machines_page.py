@@ -1,12 +1,10 @@
 """The reference of machines, from lowering/machine/topologies.toml."""
 
-from pathlib import Path
 from typing import Any
 
 from markdown import table
 
-from lowering.machine import target
-from sharding_rules.documents import read_toml
+from lowering.machine.machine_tables import tables
 
 HEAD = """# Machines
 
@@ -25,13 +23,12 @@ SOURCES = "\n## Sources\n\n"
 
 def page() -> str:
     """Return the page."""
-    tables = read_toml(Path(target.__file__).with_name("topologies.toml"))
     head = ("machine", "platform", "memory, GB", "bandwidth, GB/s", "bfloat16, TFLOP/s",
             "float32, TFLOP/s", "fp8, TFLOP/s", "int8, TFLOP/s", "link, GB/s", "network, GB/s",
             "devices per host", "products reach, %", "fp8 and int8 reach, %",
             "attention reaches, %")  # fmt: skip
-    rows = [_row(name, one) for name, one in tables.items()]
-    sources = [(f"`{name}`", one["source"]) for name, one in tables.items()]
+    rows = [_row(name, one) for name, one in tables().items()]
+    sources = [(f"`{name}`", one["source"]) for name, one in tables().items()]
     return HEAD + table(head, rows) + SOURCES + table(("machine", "source"), sources)
 
 

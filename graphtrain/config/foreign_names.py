@@ -10,7 +10,8 @@ neuronx-distributed-training and of MindFormers.
 
 # Setting of graphtrain: names that people bring.
 NAMES_OF = {
-    "program.target": "hardware accelerator device platform compile_topology",
+    "program.target": "hardware accelerator device platform compile_topology "
+    "compile_topology_num_slices",
     "program.mesh.data": (
         "dp data_parallel data_parallel_size data_parallel_degree data_parallel_replicate_degree "
         "ici_data_parallelism dcn_data_parallelism num_replicas ddp"

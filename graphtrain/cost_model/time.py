@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -132,7 +133,7 @@ def communication_seconds(
     """Return the seconds of communication by mesh axes; None where the bandwidth is unknown."""
     seconds: dict[str, float | None] = {}
     for collective in collectives:
-        axes, speed = "+".join(collective.axes), bandwidth_of(collective.axes, mesh, target)
+        axes, speed = "+".join(collective.axes), speed_of(collective, mesh, target)
         if not speed:
             seconds[axes] = None
             continue
@@ -141,23 +142,64 @@ def communication_seconds(
     return seconds
 
 
+def speed_of(collective: Collective, mesh: MeshShape, target: Target) -> float:
+    """Return the bytes per second that a device sends in a collective; 0.0 if unknown.
+
+    A compiled program for several slices has the parts of a collective, inside of a slice and
+    across slices; a predicted one is whole.
+    """
+    is_part = target.slices > 1 and collective.devices < mesh.size(collective.axes)
+    if collective.network == "dcn":
+        return target.specification.get("network", 0.0) / 2
+    if is_part and "link" in target.specification:
+        return _bandwidth_of_torus(collective.devices, target)
+    return bandwidth_of(collective.axes, mesh, target)
+
+
 def bandwidth_of(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> float:
     """Return the bytes per second that a device sends along mesh axes; 0.0 if unknown.
 
     GPUs of one host use its link. Between hosts, the members of a group that share a host use their
-    network ports together. On a torus a group has the links of the dimensions that it spans.
+    network ports together. On a torus a group has the links of the dimensions that it spans;
+    between slices, the members of a group that share a slice use their parts of the DCN together.
     """
     specification, linked = target.specification, target.linked_devices
     if "link" not in specification or not axes:
         return 0.0
     one_way = specification["link"] / 2
     if target.platform == "tpu":
-        return one_way * _dimensions(mesh.size(axes), target) / len(target.topology)
+        return _bandwidth_of_slices(axes, mesh, target)
     if not crosses_hosts(axes, mesh, target):
         return one_way
     if "network" not in specification or linked is None:
         return 0.0
     return min(one_way, _members_per_host(axes, mesh, linked) * specification["network"] / 2)
+
+
+def _bandwidth_of_slices(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> float:
+    """Return the bytes per second of a TPU along mesh axes, inside of its slice and across slices.
+
+    Collectives are hierarchical: a sum is scattered inside of each slice, reduced across slices,
+    where each member of a slice sends its share, and gathered again. The slower of the two networks
+    decides.
+    """
+    specification = target.specification
+    across = mesh.across(target.slices)
+    slices = math.prod(across.get(axis, 1) for axis in axes)
+    members = mesh.size(axes) // slices
+    inside = _bandwidth_of_torus(members, target)
+    if slices == 1:
+        return inside
+    if "network" not in specification:
+        return 0.0
+    shared = members * specification["network"] / 2
+    return shared if members == 1 else min(inside, shared)
+
+
+def _bandwidth_of_torus(members: int, target: Target) -> float:
+    """Return the bytes per second of a TPU in a group of members of its slice."""
+    one_way = target.specification["link"] / 2
+    return one_way * _dimensions(members, target) / len(target.topology)
 
 
 def _dimensions(group: int, target: Target) -> int:
@@ -172,7 +214,7 @@ def _dimensions(group: int, target: Target) -> int:
 
 
 def crosses_hosts(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> bool:
-    """Return whether groups along mesh axes leave the devices of a link; never on TPU slices."""
+    """Return whether groups along mesh axes leave the devices of a link; never in a TPU slice."""
     if target.linked_devices is None:
         return False
     names = list(mesh.axes)

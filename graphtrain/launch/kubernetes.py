@@ -5,6 +5,7 @@ Source: JobSet v1alpha2 (jobset.sigs.k8s.io), dependsOn since 0.8; indexed Jobs,
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 
 from graphtrain.cache.authentication import TRUSTED_CACHES
 from graphtrain.launch.job import Job
+from lowering.machine.machine_tables import VARIABLE
 
 _PORT = 8476
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -105,12 +107,16 @@ def _resources(job: Job) -> dict[str, Any]:
 def _pods(job: Job, verb: str, image: str, claim: str, *, count: int) -> dict[str, Any]:
     """Return the specification of an indexed Job of `count` pods that run the command `verb`."""
     working_directory = Path.cwd()
+    machines_file = filter(None, [os.environ.get(VARIABLE)])  # else targets.toml in this directory
     container = {
         "name": "graphtrain",
         "image": image,
         "command": job.command("python", verb),
         # A pod has no home, and so no secret that would prove who compiled a program.
-        "env": [{"name": TRUSTED_CACHES, "value": str(working_directory / job.cache)}],
+        "env": [
+            {"name": TRUSTED_CACHES, "value": str(working_directory / job.cache)},
+            *({"name": VARIABLE, "value": os.path.abspath(file)} for file in machines_file),
+        ],
         "workingDir": str(working_directory),
         "volumeMounts": [{"name": "shared", "mountPath": str(working_directory)}],
     }

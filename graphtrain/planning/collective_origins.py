@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.cost_model.time import speed_of
 from graphtrain.planning.moved import MovedArrays, ParameterIndex
 from graphtrain.planning.reasons import Reason, Reasons
 from lowering.hlo.collectives import Collective
@@ -68,9 +69,12 @@ def explain_collectives(
         moved = parameters.classify(collective)
         reasons_by_axis = {axis: reasons.find(collective, moved, axis) for axis in collective.axes}
         known_reasons = list(dict.fromkeys(reason for reason in reasons_by_axis.values() if reason))
-        explained = all(reasons_by_axis.values())
-        seconds = _seconds(collective, speeds)
-        if explained:
+        step = _step_across_slices(collective, program)
+        explained = bool(step) or all(reasons_by_axis.values())
+        seconds = _seconds(collective, speeds, program)
+        if step:
+            why = step
+        elif explained:
             why = _explanation(collective, moved, known_reasons, reasons)
         else:
             why = _why_unexplained(collective, moved, reasons_by_axis, reasons, annotations)
@@ -113,9 +117,29 @@ def significant(causes: Sequence[CollectiveOrigin]) -> tuple[CollectiveOrigin, .
     )
 
 
-def _seconds(collective: Collective, speeds: Mapping[str, float]) -> float | None:
+def _seconds(
+    collective: Collective, speeds: Mapping[str, float], program: ResolvedProgram
+) -> float | None:
     slowest = min((speeds.get(axis, math.inf) for axis in collective.axes), default=math.inf)
+    if program.target.slices > 1:  # a part inside of a slice is faster than one across slices
+        slowest = speed_of(collective, program.mesh, program.target) or math.inf
     return None if math.isinf(slowest) else collective.wire_bytes_per_step / slowest
+
+
+def _step_across_slices(collective: Collective, program: ResolvedProgram) -> str:
+    """Return why a collective is a step of one across TPU slices; empty if it is none.
+
+    The compiler reduces across slices in three steps: it scatters inside of each slice, sums across
+    slices over the data-center network, and gathers inside of each slice.
+    """
+    if collective.network == "dcn":
+        return "the step of a collective that is across slices, over the data-center network (DCN)"
+    across = program.mesh.across(program.target.slices)
+    if collective.op not in ("all-gather", "reduce-scatter"):
+        return ""
+    if all(across.get(axis, 1) == 1 for axis in collective.axes):
+        return ""
+    return "a step of a sum across slices: scattered before, or gathered after, the DCN is crossed"
 
 
 def _describe_traffic(collective: Collective, moved: MovedArrays, reasons: Reasons) -> str:

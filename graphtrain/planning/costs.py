@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,13 +13,15 @@ from graphtrain.cost_model.assessment import StepTime
 from graphtrain.errors import PlanError
 from graphtrain.files import validate
 from graphtrain.planning.formats import UNKNOWN
-from lowering.machine.target import Target, machines
+from lowering.machine.machine_tables import machines, suggestion
+from lowering.machine.target import Target
 from sharding_rules.documents import DocumentError, read_toml
+from sharding_rules.errors import UserError
 
 _SECONDS_PER_DAY = 86_400
 # Measured over predicted time of a step, of the middle 80 % of the published steps to which nothing
 # was fitted: tests/benchmarks/published.py prints it.
-PUBLISHED_RANGE = 0.87, 1.18
+PUBLISHED_RANGE = 0.88, 1.18
 _Price = Annotated[float, Field(gt=0, lt=1e9)]
 
 
@@ -61,11 +62,14 @@ def read_prices(path: Path) -> Prices:
     except DocumentError as error:
         raise PlanError(f"--prices {path}: {error}") from None
     for name in prices.device_hour:
-        machine, known = name.partition(":")[0], machines()
-        if machine not in known:
-            near = difflib.get_close_matches(machine[:100], known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-            raise PlanError(f"--prices {path}: unknown machine {name[:100]!r}; {hint}")
+        try:
+            target = Target.parse(name) if ":" in name else None
+        except UserError as error:
+            raise PlanError(f"--prices {path}: {error}") from None
+        if target is not None and str(target) != name:
+            raise PlanError(f"--prices {path}: write {name[:100]!r} as {str(target)!r}")
+        if target is None and name not in machines():
+            raise PlanError(f"--prices {path}: unknown machine {name[:100]!r}; {suggestion(name)}")
     return prices
 
 

@@ -17,6 +17,7 @@ from typing import Annotated
 from pydantic import Field
 
 from graphtrain.files import append_line, validate
+from lowering.machine.target import machine_of
 from sharding_rules.documents import DocumentError, parse_object, read_bytes
 
 _MAX_BYTES = 1 << 30  # of the file; an entry has some 400 bytes
@@ -105,11 +106,11 @@ def predict_compile_seconds(
     Compile time is proportional to the size of the StableHLO, in which the layers are one scanned
     body regardless of their number.
     """
-    machine = target.partition(":")[0]
+    machine = machine_of(target)
     rates = [
         entry.measured.compile_seconds / entry.stablehlo_bytes
         for entry in entries
-        if entry.target.partition(":")[0] == machine
+        if machine_of(entry.target) == machine
         if entry.measured.compile_seconds and entry.stablehlo_bytes
     ]
     return statistics.median(rates) * stablehlo_bytes if rates else None

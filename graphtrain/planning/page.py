@@ -44,11 +44,10 @@ def render_page(
         MissingExtra: vl-convert is not installed.
     """
     program, assessment = answer.program, answer.assessment
-    on_cpu = program.target.platform == "cpu"
     data = answer_as_json(answer) | {
         "rules": list(program.settings.rules),
         "verdict": fit_summary(assessment),
-        "capacity_source": "this machine" if on_cpu else "datasheet",
+        "capacity_source": program.target.numbers_source,
         "pipeline": _pipeline(program),
         "rooflines": [_roofline(part) for part in rooflines(program, assessment.flops)],
         "search": list(searched),

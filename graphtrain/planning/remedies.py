@@ -179,7 +179,9 @@ def _devices(program: ResolvedProgram) -> Iterator[Change]:
     for _ in range(2):
         smallest = sizes.index(min(sizes))
         sizes[smallest] *= 2
+        if target.platform == "tpu":
+            sizes.sort()  # as the sizes of a slice are written
         yield (
-            f"program.target={target.machine}:{'x'.join(map(str, sizes))}",
+            f"program.target={replace(target, topology=tuple(sizes))}",
             _mesh_change(mesh, fsdp="rest"),
         )

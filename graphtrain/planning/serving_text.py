@@ -68,8 +68,7 @@ def memory_table(assessment: ServingAssessment) -> Table:
     if memory.capacity < target.memory_bytes:
         share = f"{memory.capacity / target.memory_bytes:.0%} of the device"
         table.add_row("usable", megabytes(memory.capacity), "", f"{share}: {gpu_memory.VARIABLE}")
-    source = "this machine" if target.platform == "cpu" else "datasheet"
-    table.add_row("device", megabytes(target.memory_bytes), "", source)
+    table.add_row("device", megabytes(target.memory_bytes), "", target.numbers_source)
     return table
 
 

@@ -15,6 +15,7 @@ from graphtrain.planning.quantized_products import products_line
 from graphtrain.planning.tables import empty_table, megabytes, plan_table
 from graphtrain.planning.traffic_by_axes import sum_by_axes
 from lowering.machine import gpu_memory
+from lowering.machine.target import machine_of
 from sharding_rules.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def print_assessment(
     shown = [p for p, layout in plan.layouts.items() if layout.spec.role != "optimizer"]
     for block in (
         f"{program.settings.target}: mesh {plan.mesh}, rules {', '.join(program.settings.rules)}",
+        *_machine_line(program.target),
         str(parameters),
         plan_table(plan, shown),
         memory_table(assessment.memory, program.target),
@@ -104,6 +106,13 @@ def print_assessment(
     if not fits:
         console.print()
         console.print(remedies_table(remedies) if remedies else _NO_REMEDY)
+
+
+def _machine_line(target: "Target") -> list[str]:
+    """Return a line that says which numbers of the machine are of the user's file, if any are."""
+    if not (numbers := target.specification.get("file_numbers")):
+        return []
+    return [f"{target.machine} as in {target.numbers_source}: {', '.join(numbers)}"]
 
 
 def _unknown_parts(assessment: "Assessment") -> list[str]:
@@ -228,11 +237,10 @@ def memory_table(memory: "Memory", target: "Target") -> "Table":
         if kind == "frozen" and not size:
             continue  # there are no frozen weights
         table.add_row(kind, megabytes(size), f"{size / memory.capacity:.1%}", source)
-    source = "this machine" if target.platform == "cpu" else "datasheet"
     if memory.capacity < target.memory_bytes:
         share = f"{memory.capacity / target.memory_bytes:.0%} of the device"
         table.add_row("usable", megabytes(memory.capacity), "", f"{share}: {gpu_memory.VARIABLE}")
-    table.add_row("device", megabytes(target.memory_bytes), "", source)
+    table.add_row("device", megabytes(target.memory_bytes), "", target.numbers_source)
     return table
 
 
@@ -281,7 +289,7 @@ def _share_of_peak(assessment: "Assessment") -> str:
     """Say what part of the peak the time of compute assumes, and where it is from."""
     if (achieved := assessment.time.achieved) is None:
         return "at peak FLOP/s, which no step reaches"
-    own = achieved.machine == assessment.target.partition(":")[0]
+    own = achieved.machine == machine_of(assessment.target)
     narrow = "" if achieved.products_8bit is None else f", 8 bits {achieved.products_8bit:.0%}"
     shares = f"{achieved.products:.0%} of peak FLOP/s{narrow}, attention {achieved.attention:.0%}"
     return f"at {shares}: as published steps{'' if own else f' on {achieved.machine}'}"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Traffic:
     """Sum of all collectives of a step with the same mesh axes and operation."""
 
-    axes: str  # as in "fsdp" or "data+fsdp"
+    axes: str  # as in "fsdp" or "data+fsdp"; "data (DCN)": the part across TPU slices
     op: str
     count: int  # executions in a step
     bytes: int  # sizes of the unsplit arrays of one device's collectives in a step
@@ -25,7 +25,8 @@ def sum_by_axes(collectives: Iterable[Collective]) -> list[Traffic]:
     """Sum collectives by mesh axes and operation; sort by bytes sent, descending."""
     sums: dict[tuple[str, str], list[float]] = {}
     for collective in collectives:
-        total = sums.setdefault(("+".join(collective.axes), collective.op), [0, 0, 0.0])
+        across = " (DCN)" if collective.network == "dcn" else ""
+        total = sums.setdefault(("+".join(collective.axes) + across, collective.op), [0, 0, 0.0])
         total[0] += collective.count
         total[1] += collective.count * collective.bytes
         total[2] += collective.wire_bytes_per_step

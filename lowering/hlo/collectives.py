@@ -16,6 +16,7 @@ from lowering.hlo.instruction_facts import dimension_of, kernel_of, sent_shapes
 from lowering.hlo.provenance import Provenance
 from lowering.hlo.quantized_products import quantized_product
 from lowering.hlo.replica_groups import mesh_axes_of_groups, parse_groups
+from lowering.hlo.slice_transfers import operation_across_slices
 from lowering.hlo.text import Computation, HloModule, Instruction, arrays, nbytes, parse
 from lowering.hlo.trip_counts import trip_count
 from sharding_rules.mesh import MeshShape
@@ -55,6 +56,7 @@ class Collective:
     shapes: tuple[str, ...] = ()  # of one device's operands, as in "bf16[64,128]"
     dimension: int | None = None  # dimension of the operand that is gathered or scattered
     decomposed_from: str = ""  # all-gather or reduce-scatter of which this permute is one step
+    network: str = ""  # "dcn": the part across TPU slices; other groups are inside of a slice
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -124,15 +126,18 @@ class ProgramFacts:
         return sum(each.wire_bytes_per_step for each in self.collectives)
 
 
-def read(text: str, mesh: MeshShape) -> ProgramFacts:
+def read(text: str, mesh: MeshShape, slices: int = 1) -> ProgramFacts:
     """Read an optimized program, as returned by `compiled.as_text()` on CPU, GPU and TPU.
+
+    A program for several TPU slices is that of one slice: groups of its collectives are inside of
+    it, and transfers across slices are collectives with the network "dcn".
 
     Operations that differ only in their position in the program are merged into one Collective, and
     their counts are added. A conditional counts as the branch that sends most, in the iterations
     that its scope states (lowering/tracing/control_flow.py).
     """
     module = parse(text)
-    reading = _in_whole_numbers(ProgramReader(module, mesh).read_computation(module.entry))
+    reading = _in_whole_numbers(ProgramReader(module, mesh, slices).read_computation(module.entry))
     firsts: dict[tuple[str, ...], Collective] = {}
     if _SCHEDULED in text.partition("\n")[0]:
         for each in reading.collectives:  # in the order of the text, which is that of the schedule
@@ -176,9 +181,12 @@ def _mark_decomposed(collectives: tuple[Collective, ...]) -> Iterable[Collective
 class ProgramReader:
     """Reader that visits each computation once, regardless of how many instructions call it."""
 
-    def __init__(self, module: HloModule, mesh: MeshShape) -> None:
+    def __init__(self, module: HloModule, mesh: MeshShape, slices: int = 1) -> None:
+        across = mesh.across(slices)
         self.module = module
-        self.mesh = mesh
+        self.mesh = MeshShape({name: size // across[name] for name, size in mesh.axes.items()})
+        self.axes_across = tuple(name for name, size in across.items() if size > 1)
+        self.slices = slices
         self.origins = Provenance(module)
         self._read: dict[str, ProgramFacts] = {}
 
@@ -203,11 +211,37 @@ class ProgramReader:
         if base in COLLECTIVE_OPS:
             collective = self.read_collective(computation, instruction, base)
             return ProgramFacts(collectives=(collective,) if collective else ())
+        if (across := operation_across_slices(instruction)) is not None:
+            sent = self._read_transfer(computation, instruction, across)
+            return ProgramFacts(collectives=(sent,) if sent else ())
         if base in CALLED_BY and (called := instruction.attribute(CALLED_BY[base])):
             return self.read_computation(called)
         flops = instruction_flops(computation, instruction)
         products = quantized_product(computation, instruction)
         return ProgramFacts(flops=flops, kernels=kernel_of(instruction), products=products)
+
+    def _read_transfer(
+        self, computation: Computation, instruction: Instruction, op: str
+    ) -> Collective | None:
+        """Return the part of a collective that is across slices; None if it moves nothing."""
+        shapes = computation.operand_shapes(instruction)[:1]  # without the token
+        if not self.axes_across or not shapes:
+            return None
+        size = nbytes(shapes[0]) * (self.slices if op == "all-gather" else 1)
+        scope, source = self.origins.locate(computation, instruction)
+        return Collective(
+            op=op,
+            axes=self.axes_across,
+            devices=self.slices,
+            count=1,
+            bytes=size,
+            dtype=arrays(shapes[0])[0][0],
+            source=source,
+            scope=scope,
+            arrays=self.origins.arrays(computation, instruction, through_loops=False),
+            shapes=(shapes[0].partition("{")[0],),
+            network="dcn",
+        )
 
     def _loop(self, computation: Computation, loop: Instruction) -> ProgramFacts:
         trips = trip_count(self.module, computation, loop)

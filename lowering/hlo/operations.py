@@ -29,12 +29,12 @@ class Operation:
     collective: Collective | None = None  # of one execution
 
 
-def read_operations(text: str, mesh: MeshShape) -> dict[str, Operation]:
+def read_operations(text: str, mesh: MeshShape, slices: int = 1) -> dict[str, Operation]:
     """Return the operations of an optimized program that are executed by themselves, by name.
 
     What is inside of a fusion is part of it. A loop whose trip count is unknown counts once.
     """
-    reader = ProgramReader(parse(text), mesh)
+    reader = ProgramReader(parse(text), mesh, slices)
     return {one.name: one for one in _operations(reader, reader.module.entry, ())}
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from lowering.errors import LoweringError
 from lowering.machine.extras import is_installed, missing_extra
-from lowering.machine.target import CHIPS_PER_HOST, Target
+from lowering.machine.target import Target
+from lowering.machine.topology_check import CHIPS_PER_HOST
 
 _COMPILERS = {"tpu": "libtpu", "cuda": "jax_plugins.xla_cuda13"}  # module by platform
 
@@ -38,7 +39,10 @@ def _tpu(target: Target) -> tuple[Any, ...]:
         question["chip_config_name"] = target.specification["chip"]
     if math.prod(target.topology) < CHIPS_PER_HOST:  # by default it requires complete hosts
         question["chips_per_host_bounds"] = (*target.topology, 1, 1)[:3]
-    return _topology_devices(target, platform="tpu", topology_name=str(target), **question)
+    if target.slices > 1:
+        question["num_slices"] = target.slices
+    name = f"{target.specification.get('compiled_as', target.machine)}:{target.topology_text}"
+    return _topology_devices(target, platform="tpu", topology_name=name, **question)
 
 
 def _cuda(target: Target) -> tuple[Any, ...]:
@@ -70,7 +74,7 @@ def _topology_devices(target: Target, **question: Any) -> tuple[Any, ...]:
     if len(topology_devices) != target.devices:
         raise LoweringError(
             f"{target}: the compiler reports {len(topology_devices)} devices in "
-            f"{math.prod(target.topology)} chips, expected {target.devices}"
+            f"{target.slices * math.prod(target.topology)} chips, expected {target.devices}"
         )
     return topology_devices
 
@@ -91,7 +95,7 @@ def _gpu_config(target: Target) -> str:
     about = target.specification
     if "gpu" not in about:
         raise LoweringError(
-            f"{target}: no description of its hardware for the compiler is in topologies.toml, so "
+            f"{target}: its table has no description of the hardware for the compiler ([gpu]), so "
             "it cannot be compiled ahead of time; graphtrain plan --no-compile estimates it"
         )
     card, minor = about["gpu"], about["gpu"].get("minor", 0)

@@ -55,12 +55,27 @@ def launched(environ: Mapping[str, str], coordinator: str | None = None) -> Memb
 
 
 def _tpu_slice(environ: Mapping[str, str], coordinator: str | None) -> Membership | None:
-    """Return the host in the pods of a slice on GKE; one host is a single process."""
+    """Return the host in the pods of TPU slices on GKE; one host is a single process.
+
+    Ranks are consecutive in a slice.
+
+    Source: jax/_src/clusters/cloud_tpu_cluster.py, jax 0.10.2.
+    """
     hosts = environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
-    if len(hosts) < 2 or "TPU_WORKER_ID" not in environ:
+    slices = _number(environ, "MEGASCALE_NUM_SLICES", 1)
+    count = len(hosts) * slices
+    if count < 2 or "TPU_WORKER_ID" not in environ:
         return None
-    address = coordinator or f"{hosts[0].strip()}:{_PORT}"
-    found = Membership(_number(environ, "TPU_WORKER_ID"), len(hosts), address)
+    first, rank = hosts[0].strip(), _number(environ, "TPU_WORKER_ID")
+    if slices > 1:
+        first = environ.get("MEGASCALE_COORDINATOR_ADDRESS", "").partition(":")[0]
+        rank += len(hosts) * _number(environ, "MEGASCALE_SLICE_ID")
+    if not first and coordinator is None:
+        raise LoweringError(
+            f"MEGASCALE_NUM_SLICES = {slices}, but MEGASCALE_COORDINATOR_ADDRESS does not say "
+            "where rank 0 is; set GRAPHTRAIN_COORDINATOR to HOST:PORT of rank 0"
+        )
+    found = Membership(rank, count, coordinator or f"{first}:{_PORT}")
     return _checked(found, "TPU_WORKER_ID")
 
 

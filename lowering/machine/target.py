@@ -1,31 +1,21 @@
 """Target: the machine to compile for, attached or not."""
 
-import difflib
-import functools
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lowering.errors import LoweringError
-from lowering.machine import backends, gpu_memory, host
-from sharding_rules.documents import read_toml
+from lowering.machine import gpu_memory, host
+from lowering.machine.machine_tables import program_changes, specification, suggestion
+from lowering.machine.topology_check import (
+    problem_of_hosts,
+    problem_of_number,
+    problem_of_slice,
+)
 
 _SIZE = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)  # of one dimension of a topology
-CHIPS_PER_HOST = 4  # on a TPU
-# Words for a kind of machine, which people give in place of the model: platforms of its models.
-_KINDS = {
-    "gpu": ("cuda", "rocm"),
-    "cuda": ("cuda",),
-    "nvidia": ("cuda",),
-    "rocm": ("rocm",),
-    "amd": ("rocm",),
-    "tpu": ("tpu",),
-    "neuron": ("neuron",),
-    "trainium": ("neuron",),
-}
-_TOPOLOGIES = Path(__file__).parent / "topologies.toml"
+_SLICES = re.compile(r"([1-9][0-9]{0,3})x(?=[^0-9])", re.ASCII)  # before the name of a machine
 
 
 @dataclass(frozen=True)
@@ -53,11 +43,13 @@ _LIKE = {"cuda": "h100", "rocm": "h100", "tpu": "v5p", "neuron": "trn1", "ascend
 class Target:
     """A machine and its devices: cpu:8, h100:64, v5p:4x4x4, or hosts x devices of each: h100:4x2.
 
-    A host of a CPU target is a process: cpu:2x4 is 2 processes of 4 devices.
+    A host of a CPU target is a process: cpu:2x4 is 2 processes of 4 devices. Several slices of a
+    TPU are joined by the data-center network (DCN): 2xv5p:4x4x4.
     """
 
-    machine: str  # cpu, a table of topologies.toml, or a machine of an installed backend
+    machine: str  # cpu, or a machine of topologies.toml, the user's file or an installed backend
     topology: tuple[int, ...]  # chips along each physical dimension, or hosts x devices of each
+    slices: int = 1  # of a TPU, each with this topology
 
     @classmethod
     def parse(cls, name: str) -> "Target":
@@ -66,52 +58,42 @@ class Target:
         Raises:
             LoweringError: unknown machine or impossible topology; the message says what is valid.
         """
-        machine, colon, sizes = name.partition(":")
-        machine = machine[:100]  # no machine has a longer name
-        if machine != "cpu" and _specification(machine) is None:
-            raise LoweringError(f"unknown target machine {machine!r}; {_suggestion(machine)}")
+        head, colon, sizes = name.partition(":")
+        machine = machine_of(head)[:100]  # no machine has a longer name
+        if machine != "cpu" and specification(machine) is None:
+            raise LoweringError(f"unknown target machine {machine!r}; {suggestion(machine)}")
         parts = (sizes if colon else "1").split("x")
         if not all(_SIZE.fullmatch(size) for size in parts) or len(parts) > 3:
             raise LoweringError(
                 f"target {name[:100]!r}: devices must be positive integers, as in cpu:8 "
                 "or v5p:4x4x4, each below a million"
             )
-        target = cls(machine, tuple(int(size) for size in parts))
+        counted = _SLICES.match(head)
+        slices = int(counted[1]) if counted else 1
+        target = cls(machine, tuple(int(size) for size in parts), slices)
+        if counted and target.platform != "tpu":
+            raise LoweringError(
+                f"target {name!r}: only TPUs have slices, as in 2xv5p:4x4x4; write the devices of "
+                f"all hosts after the name, as in {machine}:{target.devices}"
+            )
         if problem := target._problem():
             raise LoweringError(f"target {name!r}: {problem}")
         return target
 
     def _problem(self) -> str:
         """Return why the topology is impossible and what to write; empty if it is possible."""
-        sizes, machine = self.topology, self.machine
-        group, per_host = int(self.specification.get("group", 0)), self._usual_per_host
+        sizes, machine, table = self.topology, self.machine, self.specification
+        per_host = self._usual_per_host
         if self.has_process_topology and len(sizes) > 2:
             return f"write the number of processes and the devices of each, as in {machine}:2x4"
         if self.platform == "tpu":
-            return self._problem_of_torus()
-        if len(sizes) > 1:
-            if self.is_gpu and sizes[1] > group:
-                return f"the link of {machine} connects at most {group} devices"
-            by_number = f"{machine} has no topology; write {machine}:{self.devices}"
-            return "" if self.has_process_topology else by_number
-        if per_host and self.devices > per_host and self.devices % per_host:
-            other = f", or write hosts x devices of each, as in {machine}:2x1" * self.is_gpu
-            return (
-                f"{machine} has {per_host} devices on each host; use a multiple of {per_host} "
-                f"devices{other}"
-            )
-        return ""
-
-    def _problem_of_torus(self) -> str:
-        sizes, machine = self.topology, self.machine
-        dimensions, largest = self.specification["dimensions"], self.specification["slice"]
-        example = f"{machine}:{'x'.join('221'[:dimensions])}"
-        if len(sizes) != dimensions:
-            return f"{machine} is a torus of {dimensions} dimensions; write chips as in {example}"
-        if math.prod(sizes) > largest:
-            return f"a slice of {machine} has at most {largest} chips"
-        if math.prod(sizes) >= CHIPS_PER_HOST and (sizes[0] % 2 or sizes[1] % 2):
-            return f"a host has 2x2 chips; the first two sizes must be even, as in {example}"
+            return problem_of_slice(machine, sizes, table)
+        if len(sizes) == 1:
+            return problem_of_number(machine, self.devices, table, per_host, is_gpu=self.is_gpu)
+        if not self.has_process_topology:
+            return f"{machine} has no topology; write {machine}:{self.devices}"
+        if self.is_gpu and per_host:
+            return problem_of_hosts(machine, sizes, table, per_host)
         return ""
 
     @property
@@ -123,12 +105,20 @@ class Target:
     def specification(self) -> dict[str, Any]:
         """The machine's table; empty for cpu, whose data is read at run time.
 
-        It is in topologies.toml, or in the installed package that offers the machine.
+        It is in topologies.toml, in the user's file, or in the installed package that offers the
+        machine.
         """
-        table = {} if self.machine == "cpu" else _specification(self.machine)
+        table = {} if self.machine == "cpu" else specification(self.machine)
         if table is None:  # not made by parse()
             raise LoweringError(f"unknown target machine {self.machine!r}")
         return table
+
+    @property
+    def numbers_source(self) -> str:
+        """Source of the numbers of the machine: this machine, the user's file, a datasheet."""
+        if self.machine == "cpu":
+            return "this machine"
+        return self.specification.get("file", "datasheet")
 
     @property
     def is_gpu(self) -> bool:
@@ -157,6 +147,12 @@ class Target:
 
     @property
     def devices(self) -> int:
+        """Number of all devices."""
+        return self.slices * self.devices_per_slice
+
+    @property
+    def devices_per_slice(self) -> int:
+        """Number of devices that are in one slice; all of a machine without slices."""
         return math.prod(self.topology) * self.specification.get("devices_per_chip", 1)
 
     @property
@@ -238,7 +234,7 @@ class Target:
             return None
         alike = self.specification.get("like", _LIKE.get(self.platform))
         machine = self.machine if "achieved" in self.specification else alike
-        table = machine and (_specification(machine) or {}).get("achieved")
+        table = machine and (specification(machine) or {}).get("achieved")
         return Achieved(**table, machine=machine) if table and machine else None
 
     def peak_flops(self, dtype: str) -> float:
@@ -253,38 +249,25 @@ class Target:
 
     def key_parts(self) -> dict[str, Any]:
         """Return the properties of the machine that go into the cache key of a program."""
-        about = {"machine": self.machine, "topology": "x".join(map(str, self.topology))}
+        about: dict[str, Any] = {"machine": self.machine, "topology": self.topology_text}
+        if self.slices > 1:
+            about["slices"] = self.slices
+        if changes := program_changes(self.machine):
+            about["targets_file"] = changes
         return about | ({"processor": host.processor()} if self.runs_on_cpu else {})
 
+    @property
+    def topology_text(self) -> str:
+        """The sizes as they are written after the name of the machine."""
+        return "x".join(map(str, self.topology))
+
     def __str__(self) -> str:
-        return f"{self.machine}:{'x'.join(map(str, self.topology))}"
+        count = f"{self.slices}x" if self.slices > 1 else ""
+        return f"{count}{self.machine}:{self.topology_text}"
 
 
-def _suggestion(machine: str) -> str:
-    """Return a hint for a machine that is not known."""
-    names = machines()
-    if platforms := _KINDS.get(machine.lower()):
-        of_kind = [one for one, table in _topologies().items() if table["platform"] in platforms]
-        return f"name the model, for example {of_kind[0]}; known: {', '.join(of_kind)}"
-    if close_matches := difflib.get_close_matches(machine, names, n=1):
-        return f"did you mean {close_matches[0]}?"
-    return (
-        f"known machines: {', '.join(names)}; a machine of another backend is known once its "
-        f"package is installed, with an entry point {machine!r} in the group {backends.MACHINES}"
-    )
-
-
-def machines() -> list[str]:
-    """Return the names of all machines that can be a target."""
-    return ["cpu", *_topologies(), *backends.installed_machines()]
-
-
-def _specification(machine: str) -> dict[str, Any] | None:
-    """Return the table of a machine; None for an unknown machine."""
-    table = _topologies().get(machine)
-    return backends.installed_machine(machine) if table is None else table
-
-
-@functools.cache
-def _topologies() -> dict[str, Any]:
-    return read_toml(_TOPOLOGIES)
+def machine_of(target: str) -> str:
+    """Return the name of the machine in the name of a target, which need not exist."""
+    name = target.partition(":")[0]
+    counted = _SLICES.match(name)
+    return name[counted.end() :] if counted else name

@@ -141,10 +141,25 @@ def _configure_platform(platform: str, cpu_devices: int) -> None:
 def make_mesh(shape: MeshShape, placed_on: list[Device]) -> Mesh:
     """Return the JAX mesh of these devices; on TPU in an order that fits the torus."""
     if placed_on[0].platform == "tpu":  # neighbours in the mesh become neighbours in the torus
-        sizes = tuple(shape.axes.values())
-        grid = mesh_utils.create_device_mesh(sizes, placed_on, allow_split_physical_axes=True)
-        return Mesh(grid, tuple(shape.axes))
+        return Mesh(_grid_of_slices(shape, placed_on), tuple(shape.axes))
     return Mesh(np.array(placed_on).reshape(tuple(shape.axes.values())), tuple(shape.axes))
+
+
+def _grid_of_slices(shape: MeshShape, placed_on: list[Device]) -> np.ndarray:
+    """Return TPU devices in the order of a mesh, whose slowest axes run across slices."""
+    sizes, slices = tuple(shape.axes.values()), _slices(placed_on)
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, placed_on, allow_split_physical_axes=True)
+    across = tuple(shape.across(slices).values())
+    inside = tuple(size // part for size, part in zip(sizes, across, strict=True))
+    return mesh_utils.create_hybrid_device_mesh(
+        inside, across, placed_on, allow_split_physical_axes=True
+    )
+
+
+def _slices(placed_on: list[Device]) -> int:
+    """Return the number of TPU slices that devices are in."""
+    return len({getattr(device, "slice_index", 0) for device in placed_on})
 
 
 def plan_graph(graph: Graph, rules: Rules, mesh: MeshShape) -> Plan:
@@ -291,7 +306,7 @@ def compile(lowered: Lowered) -> Artifact:
             "peak": _peak(memory, lowered.target),
         },
         "replicated": replicated,
-        **read(compiled.as_text(), lowered.plan.mesh).to_record(),
+        **read(compiled.as_text(), lowered.plan.mesh, lowered.target.slices).to_record(),
     }
     return Artifact(payload, record)
 
@@ -404,7 +419,8 @@ def fingerprint(placed_on: list[Device]) -> str:
     if kind.platform == "gpu":
         return f"compute capability {kind.compute_capability}"
     if kind.platform == "tpu":
-        return f"{kind.device_kind}, {kind.num_cores} cores, {len(placed_on)} devices"
+        slices = f" in {count} slices" if (count := _slices(placed_on)) > 1 else ""
+        return f"{kind.device_kind}, {kind.num_cores} cores, {len(placed_on)} devices{slices}"
     if any(device.process_index for device in placed_on):  # XLA's digest differs between processes
         return f"{len(placed_on)} devices, {host.processor()['features']}"
     return private.cpu_fingerprint(placed_on)

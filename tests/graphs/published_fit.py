@@ -19,7 +19,7 @@ from graphtrain.cost_model.time import overlap_of, step_time
 from graphtrain.cost_model.traffic import bubble_of
 from graphtrain.planning.assess import estimate
 from lowering.errors import LoweringError
-from lowering.machine.target import AT_PEAK, Achieved
+from lowering.machine.target import AT_PEAK, Achieved, machine_of
 from sharding_rules.errors import ShardingError
 
 PLATFORMS = {
@@ -135,7 +135,7 @@ def predict(row: Mapping[str, Any]) -> Prediction:
     return Prediction(
         name=name,
         source=row["source"],
-        machine=row["target"].partition(":")[0],
+        machine=machine_of(row["target"]),
         kernel=kernel_of(row),
         published=published_seconds(row),
         program=program,

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 from places import Place
 
-from lowering.machine.target import machines
+from lowering.machine.machine_tables import machines
 
 WITHOUT_CARD = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 TARGETS = {"h100:8": "jax_plugins.xla_cuda13", "v5e:2x4": "libtpu"}

@@ -75,7 +75,7 @@ def test_counts_that_mean_nothing_are_refused(counts, words):
 
 
 def test_a_target_whose_hosts_are_not_known_is_refused():
-    found = refusals("program.target=v5p:4x4x2", "program.mesh.fsdp=1")
+    found = refusals("program.target=v5p:2x4x4", "program.mesh.fsdp=1")
     assert "does not determine its number of hosts" in found[0]
 
 

@@ -37,6 +37,7 @@ _OTHERS = {
     "config/problems.py": "the target of a configuration whose other settings are wrong",
     "launch/job.py": "needs only the number of hosts; rule files may be on the cluster alone",
     "planning/candidates.py": "the given mesh and rules, which need not fit, are replaced",
+    "planning/costs.py": "prices name targets, of which one with a typo would price nothing",
     "planning/lock.py": "an assessment, also one of another machine, names its target as text",
     "planning/reasons.py": "the rules of each strategy alone, to name the one that explains",
     "weights/torch_modules.py": "the host's CPU, on which weights are exported",

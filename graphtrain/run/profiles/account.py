@@ -92,7 +92,7 @@ def joined_profile(directory: Path, program: ResolvedProgram, name: str | None =
             "with --target and --set"
         )
     text = profiles[0].program_text()
-    operations = read_operations(text, mesh)
+    operations = read_operations(text, mesh, program.target.slices)
     steps = facts.last_step - facts.first_step + 1
     measured, devices = _measured(profiles, program_name(text), operations)
     of_collectives = {name for name, one in operations.items() if one.collective is not None}
@@ -236,7 +236,7 @@ def _predicted(
     """Return the time of a step that a plan of the compiled program predicts; None if unknown."""
     if sizes_unknown(program.settings):
         return None
-    facts = read(text, mesh)
+    facts = read(text, mesh, program.target.slices)
     padded, bubble = with_padding_layers(program), bubble_of(program)
     flash = step_uses_flash_kernel(padded)
     excess = None

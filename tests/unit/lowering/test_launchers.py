@@ -9,12 +9,22 @@ from lowering.xla.distributed import Membership, membership
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
+SLICES = {
+    "TPU_WORKER_HOSTNAMES": "a0,a1", "TPU_WORKER_ID": "1", "MEGASCALE_NUM_SLICES": "3",
+    "MEGASCALE_SLICE_ID": "2", "MEGASCALE_COORDINATOR_ADDRESS": "first:8081",
+}  # fmt: skip
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
+        (SLICES, Membership(5, 6, "first:8476")),
+        (SLICES | {"MEGASCALE_NUM_SLICES": "1"}, Membership(1, 2, "a0:8476")),
+        (
+            SLICES | {"TPU_WORKER_HOSTNAMES": "c0", "TPU_WORKER_ID": "0"},
+            Membership(2, 3, "first:8476"),
+        ),
         (TORCHRUN, Membership(1, 3, "host0:29500")),
         # The agent itself listens at MASTER_PORT.
         (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, Membership(1, 3, "host0:29501")),
@@ -33,6 +43,13 @@ def test_a_coordinator_that_is_given_completes_what_mpi_does_not_say():
     assert membership(OPEN_MPI, coordinator="host7:1") == Membership(2, 4, "host7:1")
     with pytest.raises(LoweringError, match=r"set GRAPHTRAIN_COORDINATOR to HOST:PORT"):
         membership(OPEN_MPI)
+
+
+def test_slices_that_do_not_say_where_rank_0_is_are_refused():
+    environ = {key: SLICES[key] for key in SLICES if key != "MEGASCALE_COORDINATOR_ADDRESS"}
+    with pytest.raises(LoweringError, match=r"MEGASCALE_NUM_SLICES = 3, but .* GRAPHTRAIN_COORD"):
+        membership(environ)
+    assert membership(environ, coordinator="host7:1") == Membership(5, 6, "host7:1")
 
 
 def table(tmp_path, **server: object) -> dict[str, str]:

@@ -41,6 +41,9 @@ def test_the_price_of_a_target_takes_precedence_over_its_machines():
     assert prices.hour(TARGET) == 32 and prices.hour(Target.parse("h100:8")) == 20
     with pytest.raises(PlanError, match=r"no price of v5p; add it to \[device_hour\]"):
         prices.hour(Target.parse("v5p:2x2x1"))
+    slices = Prices({"v5p": 4.0, "2xv5p:2x2x1": 3.0})
+    assert slices.hour(Target.parse("3xv5p:2x2x1")) == 48
+    assert slices.hour(Target.parse("2xv5p:2x2x1")) == 24
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,11 @@ def test_the_price_of_a_target_takes_precedence_over_its_machines():
         ("[device_hour]\nh100 = 0", "device_hour.h100: Input should be greater than 0"),
         ("[device_hour]\nh100 = nan", "h100"),
         ("[device_hour]\nh100 = '2'", "valid number"),
+        ("[device_hour]\nh100 = -1", "greater than 0"),
+        ("[device_hour]\nh100 = inf", "h100"),
+        ("[device_hour]\n'v5p:3x3x3' = 1", "v5p has no slice of 3x3x3"),
+        ("[device_hour]\n'2xh100:8' = 1", "only TPUs have slices"),
+        ("[device_hour]\n'1xv5p:4x4x4' = 1", "write '1xv5p:4x4x4' as 'v5p:4x4x4'"),
         ("[device_hour", "Expected"),
         ("per_hour = 3\n[device_hour]\nh100 = 1", "per_hour"),
     ],

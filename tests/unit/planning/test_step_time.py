@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from graphtrain.cost_model.elementwise import elementwise_bytes
-from graphtrain.cost_model.time import bandwidth_of, overlap_of, step_time
+from graphtrain.cost_model.time import bandwidth_of, overlap_of, speed_of, step_time
 from graphtrain.planning.assess import estimate
+from lowering.hlo.collectives import Collective
 from lowering.machine.target import AT_PEAK, Achieved, Target
 from sharding_rules.mesh import MeshShape
 
@@ -77,3 +78,44 @@ def test_a_group_on_a_torus_has_the_links_of_the_dimensions_it_spans():
     assert speed(tensor=8) == 100e9
     assert speed(fsdp=16) == 200e9
     assert speed(fsdp=128) == 300e9
+
+
+def test_groups_across_slices_share_the_data_center_network():
+    mesh = MeshShape({"data": 4, "fsdp": 32})  # data 2 is across slices, data 2 x fsdp 32 inside
+    dcn = 12.5e9 / 2  # of one v5p
+
+    def speed(*axes, target="2xv5p:4x4x4"):
+        return bandwidth_of(axes, mesh, Target.parse(target))
+
+    assert speed("fsdp") == 300e9  # inside of a slice, over all of its dimensions
+    assert speed("data") == 2 * dcn  # the two members of a slice send a half each
+    assert speed("data", "fsdp") == 300e9  # 64 x the DCN of a chip is faster than the torus
+    assert speed("data", target="2xv4:4x4x4") == 0.0  # its DCN is not known
+
+
+def test_the_slowest_axes_of_a_mesh_run_across_slices():
+    mesh = MeshShape({"data": 3, "fsdp": 4, "tensor": 2})
+    assert mesh.across(2) == {"data": 1, "fsdp": 2, "tensor": 1}
+    assert mesh.across(6) == {"data": 3, "fsdp": 2, "tensor": 1}
+    assert mesh.across(1) == {"data": 1, "fsdp": 1, "tensor": 1}
+
+
+def test_slices_cost_what_the_gradients_need_between_them(vary):
+    mesh = "program.mesh={data=2, fsdp=8}"
+    one, two = (
+        estimate(vary([f"program.target={target}", mesh])) for target in ("v5e:4x4", "2xv5e:2x4")
+    )
+    assert two.time.compute == one.time.compute
+    sent = sum(each.wire_bytes_per_step for each in two.collectives if each.axes == ("data",))
+    ici, dcn = 50e9, 6.25e9 / 2  # a link of the torus; 25 Gbit/s
+    slower = two.time.communication["data"] - one.time.communication["data"]
+    assert slower == pytest.approx(sent / dcn - sent / ici) and sent > 0
+
+
+def test_the_steps_of_a_compiled_sum_across_slices_use_their_own_networks():
+    mesh, target = MeshShape({"data": 4, "fsdp": 32}), Target.parse("2xv5p:4x4x4")
+    inside = Collective("reduce-scatter", ("data",), 2, 1, 2**20)
+    across = Collective("all-reduce", ("data",), 2, 1, 2**19, network="dcn")
+    assert speed_of(inside, mesh, target) == 100e9 and speed_of(across, mesh, target) == 6.25e9
+    unknown = Target.parse("2xv4:4x4x4")
+    assert speed_of(across, mesh, unknown) == 0.0 and speed_of(inside, mesh, unknown) == 50e9
