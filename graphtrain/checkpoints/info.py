@@ -10,7 +10,7 @@ from graphtrain.checkpoints import private_orbax
 from graphtrain.checkpoints.layer_rows import LayerRows
 from graphtrain.checkpoints.manifest import DamagedCheckpoint
 from graphtrain.checkpoints.storage_errors import checkpoint_errors
-from graphtrain.config.identity import differences, is_of_model, model_mathematics, say
+from graphtrain.config.identity import identity_changes, is_of_model, model_mathematics, say
 from graphtrain.config.schema import Program
 from graphtrain.errors import TrainingError
 from graphtrain.files import validate
@@ -118,7 +118,7 @@ def check_same_model(checkpoint_path: Path, info: CheckpointInfo, program: Progr
     if not model or not info.identity:
         return
     of_training = {name: value for name, value in info.identity.items() if is_of_model(name)}
-    changed = differences(of_training, model)
+    changed = identity_changes(of_training, model)
     if changed:
         listed = "; ".join(
             f"{name} was {say(saved)} and is {say(value)}"

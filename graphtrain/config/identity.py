@@ -90,7 +90,16 @@ STEPS = "run.steps"  # recorded to say what a change of it does; never refused
 RENAMED = {"program.model.dtype": "program.precision.compute"}
 
 # Settings that older checkpoints do not name, with the value that they had then.
-ADDED = {"program.optimizer.kind": "adamw"}
+ADDED = {
+    "program.optimizer.kind": "adamw",
+    "program.model.partial_rotary_factor": 1.0,
+    "program.model.attention_sinks": False,
+    "program.model.moe.dense_layers": 0,
+    "program.model.moe.score_function": "softmax",
+    "program.model.moe.routed_scaling_factor": 1.0,
+    "program.model.moe.expert_bias": False,
+    "program.model.moe.shared_expert_gate": True,
+}
 
 
 def classes_of(path: KeyPath) -> set[str]:

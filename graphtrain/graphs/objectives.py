@@ -13,6 +13,7 @@ from graphtrain.graphs.loss_scale import loss_scale, scaled, unscaled
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.preference import answer_score, pair_count, pair_mask
 from graphtrain.graphs.token_loss import weighted_loss
+from graphtrain.models.attention.ring_order import ring_axes
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.chunk_size import loss_chunk
 from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
@@ -22,6 +23,7 @@ from graphtrain.models.native import NativeModel
 from lowering.tracing.recording import record, without_recording
 from lowering.tracing.threefry import UNROLLED_THREEFRY
 from lowering.trees import Tree
+from sharding_rules.errors import ShardingError
 
 
 def metric_names(program: ResolvedProgram) -> tuple[str, ...]:
@@ -130,6 +132,11 @@ def losses_ahead(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.2, https://arxiv.org/abs/2412.19437
     """
+    if ring := ring_axes():
+        raise ShardingError(
+            "program.model.mtp_loss_weight cannot be used with a ring over positions, and the "
+            f"rules have kv_seq = {'+'.join(ring)}; remove one of them"
+        )
     targets, counts = batch["targets"], batch["weights"]
     chunk, weight = loss_chunk(program), model.settings.mtp_loss_weight
     assert weight is not None
@@ -156,14 +163,15 @@ def losses_ahead(
 def _targets_ahead(batch: Tree) -> tuple[jax.Array, jax.Array]:
     """Return the targets after the next token, with their weights: 0 for those of no token.
 
-    The last position of a sequence has none, and a document has none beyond its end.
+    The last position of a sequence has none, and a document has none beyond its end. Rows that pack
+    documents omit the last token of each as an input, so that what follows there is not the target.
     """
     targets, counts = batch["targets"], batch["weights"]
-    later = jnp.pad(counts[:, 1:], ((0, 0), (0, 1)))
+    follows = batch["tokens"][:, 1:] == targets[:, :-1]
     if (documents := batch.get("documents")) is not None:
-        same = documents[:, 1:] == documents[:, :-1]
-        later = later * jnp.pad(same, ((0, 0), (0, 1)))
-    return jnp.pad(targets[:, 1:], ((0, 0), (0, 1))), later
+        follows &= documents[:, 1:] == documents[:, :-1]
+    later = counts[:, 1:] * follows
+    return jnp.pad(targets[:, 1:], ((0, 0), (0, 1))), jnp.pad(later, ((0, 0), (0, 1)))
 
 
 def answer_log_probs(

@@ -38,7 +38,7 @@ def open_adapter(
         from graphtrain.weights.imported_peft import ImportedPeftAdapter
 
         assert program.adapter is not None
-        return ImportedPeftAdapter(directory, program.adapter)
+        return ImportedPeftAdapter(directory, program.adapter, weights.names)
     return PeftAdapter(directory, program, weights.side)
 
 

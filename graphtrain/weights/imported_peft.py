@@ -7,6 +7,7 @@ PyTorch: the layers of an array are recognised by their names, as in weights of 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,8 +39,16 @@ class ImportedPeftAdapter:
         WeightsError: the adapter is of an unsupported kind.
     """
 
-    def __init__(self, directory: Path, adapter: Adapter) -> None:
+    def __init__(self, directory: Path, adapter: Adapter, base_names: Collection[str]) -> None:
+        """Read the folder.
+
+        Args:
+            directory: Folder that PEFT saved.
+            adapter: Settings of the adapter that is trained.
+            base_names: Names of the tensors of the base weights.
+        """
         self.directory, self._adapter = directory, adapter
+        self._base_names = frozenset(base_names)
         self._config = read_adapter_config(directory, allow_parameters=True)
         self._tensors = {
             name.removeprefix(PEFT_PREFIX): tensor.astype(np.float32)
@@ -57,7 +66,7 @@ class ImportedPeftAdapter:
             WeightsError: the adapter does not match [program.adapter].
         """
         shapes = {path: tuple(leaf.shape) for path, leaf in flatten(described).items()}
-        unread, arrays = set(self._tensors), {}
+        unread, whole, arrays = set(self._tensors), [], {}
         for path, shape in shapes.items():
             stem, _, name = path.rpartition("/")
             if name == LORA_B:
@@ -71,7 +80,9 @@ class ImportedPeftAdapter:
             else:
                 names = self._saved(path, shape, stages)
                 arrays[path] = self._read(names)
+                whole += names
             unread -= set(names)
+        unread -= self._copies(unread, whole)
         if unread:
             raise WeightsError(
                 f"{self.directory} also contains {', '.join(sorted(unread)[:3])}, which "
@@ -99,16 +110,28 @@ class ImportedPeftAdapter:
                 "[program.adapter] trains; check its rank and target_modules"
             )
         ((of_a, of_b, names_a, names_b),) = found
-        first, second = self._read(names_a), self._read(names_b)
-        rank = of_a.shape[-2]
-        scale = peft_scale(self._config, names_a[0].removesuffix(".lora_A.weight"), rank)
-        if (ratio := scale / self._adapter.scale) != 1:
-            second = second * np.float32(ratio)
+        first, second, rank = self._read(names_a), self._read(names_b), of_a.shape[-2]
+        ratios = np.asarray(self._ratios(path, names_a, of_a), np.float32)
+        second = second * (ratios[:, None, None] if len(ratios) > 1 else ratios)
         if len(of_a.shape) == 3:
             experts, outputs, lead = of_a.shape[0], of_b.shape[1], first.shape[:-2]
             first = first.reshape(*lead, *of_a.shape)
             second = np.moveaxis(second.reshape(*lead, outputs, rank, experts), -1, -3)
         return [*names_a, *names_b], (first, np.ascontiguousarray(second))
+
+    def _ratios(self, path: str, names_a: list[str], of_a: _Form) -> list[float]:
+        """Return PEFT's scale of each pair of factors over that of [program.adapter].
+
+        PEFT finds the settings of a linear layer by its module, and those of experts by their
+        parameter in the module that it wraps.
+        """
+        modules = [name.removesuffix(".lora_A.weight") for name in names_a]
+        if len(of_a.shape) == 3:
+            parameter = path.rpartition("/")[2]
+            modules = [f"{_unwrapped(module)}.{parameter}" for module in modules]
+        rank = of_a.shape[-2]
+        scales = [peft_scale(self._config, module, rank) for module in modules]
+        return [scale / self._adapter.scale for scale in scales]
 
     def _saved(self, path: str, shape: tuple[int, ...], stages: Stages | None) -> list[str]:
         name = path.replace("/", ".")
@@ -119,6 +142,14 @@ class ImportedPeftAdapter:
             f"{self.directory} has no {name} of shape {list(shape)}, which [program.adapter] "
             "trains; remove it from modules_to_save"
         )
+
+    def _copies(self, unread: set[str], whole: list[str]) -> set[str]:
+        """Return the names of copies that PEFT saves for weights tied to one trained in full."""
+        return {
+            name
+            for name in unread - self._base_names
+            if any(np.array_equal(self._tensors[name], self._tensors[one]) for one in whole)
+        }
 
     def _find(self, name: str, form: _Form) -> list[str]:
         """Return the name of a tensor, or those of its rows in all layers; empty: there is none."""
@@ -158,6 +189,12 @@ def _modules(path: str, factor: _Form) -> list[str]:
     if len(factor.shape) == 2:
         return [name.removesuffix(".weight")]
     return [name.rpartition(".")[0] + WRAPPED * depth for depth in range(_MOST_WRAPPED)]
+
+
+def _unwrapped(module: str) -> str:
+    while module.endswith(WRAPPED):
+        module = module.removesuffix(WRAPPED)
+    return module
 
 
 def _stored_a(form: _Form) -> _Form:

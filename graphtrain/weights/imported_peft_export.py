@@ -85,6 +85,7 @@ def _tensors_and_config(
         return block_rows(array, program.stages) if opened.is_stacked(path) else array[None]
 
     tensors: dict[str, np.ndarray] = {}
+    whole: list[str] = []  # names of parameters that are trained in full
     adapted = {name for path in orders for name in names[path]}
     for path, order in orders.items():
         first, second = (rows(path, f"{path}/{name}") for name in (LORA_A, LORA_B))
@@ -96,10 +97,13 @@ def _tensors_and_config(
                 b = np.moveaxis(b, 0, -1).reshape(b.shape[1], -1)
             tensors[f"{PEFT_PREFIX}{module}.lora_A.weight"] = a
             tensors[f"{PEFT_PREFIX}{module}.lora_B.weight"] = b
+    tied = _tied_names(opened)
     for path in saved:
         for name, row in zip(names[path], rows(path, path), strict=True):
-            tensors[PEFT_PREFIX + name] = row
-    return tensors, _config(opened, adapter, orders, saved)
+            for one in (name, *tied.get(name, ())):
+                tensors[PEFT_PREFIX + one] = row
+                whole.append(one)
+    return tensors, _config(opened, adapter, orders, whole)
 
 
 def _wrapped_module(opened: OpenedModel, name: str, adapted: set[str]) -> str:
@@ -114,7 +118,7 @@ def _wrapped_module(opened: OpenedModel, name: str, adapted: set[str]) -> str:
 
 
 def _config(
-    opened: OpenedModel, adapter: Adapter, orders: Mapping[str, str], saved: list[str]
+    opened: OpenedModel, adapter: Adapter, orders: Mapping[str, str], whole: list[str]
 ) -> dict[str, Any]:
     names = opened.parameter_names_by_path()
     linear = [
@@ -124,10 +128,10 @@ def _config(
         for name in names[path]
     ]
     experts = [name for path, order in orders.items() if "e" in order for name in names[path]]
-    modules = {name.rpartition(".")[0] for path in saved for name in names[path]}
+    modules = {name.rpartition(".")[0] for name in whole}
     for module in modules:
         inside = dict(opened.meta.module.get_submodule(module).named_parameters())
-        if missing := [one for one in inside if f"{module}.{one}" not in _names(names, saved)]:
+        if missing := [one for one in inside if f"{module}.{one}" not in whole]:
             raise WeightsError(
                 f"PEFT saves complete modules, and {module} also contains {', '.join(missing)}; "
                 "train with them in program.adapter.modules_to_save"
@@ -142,8 +146,15 @@ def _config(
     }
 
 
-def _names(names: Mapping[str, list[str]], paths: list[str]) -> set[str]:
-    return {name for path in paths for name in names[path]}
+def _tied_names(opened: OpenedModel) -> dict[str, list[str]]:
+    """Return the other names of each tied parameter, by its first.
+
+    PEFT copies a module that it saves, and leaves one that is tied to it as it is in the base.
+    """
+    by_identity: dict[int, list[str]] = {}
+    for name, parameter in opened.meta.module.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), []).append(name)
+    return {names[0]: names[1:] for names in by_identity.values() if names[1:]}
 
 
 def _shortest(modules: list[str], all_modules: list[str]) -> list[str]:

@@ -175,6 +175,11 @@ class HuggingFaceWeights:
         ]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the folder's tensors."""
+        return self._files.names
+
+    @property
     def files(self) -> list[Path]:
         """All files that the tensors are read from."""
         return sorted(

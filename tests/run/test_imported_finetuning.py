@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from test_torch import configure
 from test_weights import reference_loss
 
@@ -28,13 +29,15 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def configure_mixture(place, tables: str) -> None:
+def configure_mixture(place, tables: str, **more) -> None:
     """Write a small mixture with random weights, and make config.toml train from it."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 264}
     mixture = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    settings = transformers.MixtralConfig(**sizes, **heads, **mixture, initializer_range=0.2)
+    settings = transformers.MixtralConfig(
+        **sizes, **heads, **mixture, **more, initializer_range=0.2
+    )
     transformers.MixtralForCausalLM(settings).save_pretrained(place.path / "source")
     configure(place, 'hf = "source"')
     config = place.path / "config.toml"
@@ -44,7 +47,8 @@ def configure_mixture(place, tables: str) -> None:
 
 @pytest.mark.usefixtures("compiled_quickly")
 def test_an_adapter_of_experts_is_trained_in_stages_resharded_and_exported(cold):
-    configure_mixture(cold, ADAPTER)
+    embeddings = ADAPTER.replace("lm_head", "embed_tokens")
+    configure_mixture(cold, embeddings, tie_word_embeddings=True)
     cold.command("compile", "config.toml", *STAGES)
     cold.command("run", "config.toml", *STAGES, "--set", "run.steps=2")
     cold.command("compile", "config.toml", *TENSOR)
@@ -65,12 +69,27 @@ def test_an_adapter_of_experts_is_trained_in_stages_resharded_and_exported(cold)
         assert (tuned(tokens).logits - before).abs().max() > 1e-3
 
     tuned.save_pretrained(cold.path / "theirs")
+    stronger(cold.path / "theirs")
     given = ["--set", "run.directory=new", "--set", "run.init_adapter_from=theirs"]
     out, _ = cold.command("evaluate", "config.toml", *STAGES, *given, "--json")
     assert json.loads(out)["validation_loss"] == pytest.approx(validation, rel=1e-5)
 
     _, err = cold.command("generate", "config.toml", "It was", status=2)
     assert "program.adapter of model.hf or model.torch cannot be merged for generation" in err
+
+
+def stronger(folder) -> None:
+    """Give the experts' first parameter twice the strength, by half as large factors."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["alpha_pattern"] = {"mlp.experts.gate_up_proj": 2 * config["lora_alpha"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    halved = [name for name in tensors if name.endswith("experts.base_layer.lora_B.weight")]
+    assert len(halved) == 2
+    save_file(
+        {name: each / 2 if name in halved else each for name, each in tensors.items()},
+        folder / "adapter_model.safetensors",
+    )
 
 
 @pytest.mark.usefixtures("compiled_quickly")

@@ -4,10 +4,12 @@ import pytest
 
 from graphtrain.config import load_config
 from graphtrain.config.identity import (
+    ADDED,
     EXECUTION,
     MATHEMATICS,
     classes_of,
     differences,
+    identity_changes,
     mathematics,
     model_mathematics,
 )
@@ -68,6 +70,15 @@ def test_a_change_of_the_mathematics_is_named_with_both_values(load, override, n
     changed = differences(mathematics(load()), mathematics(load(override)))
     assert changed[name] == (saved, value)
     assert all(other.startswith(name.rpartition(".")[0]) for other in changed)
+
+
+def test_a_checkpoint_without_settings_that_came_later_is_of_the_same_run(load):
+    now = mathematics(load("program.model.moe.experts=4", "program.model.moe.experts_per_token=2"))
+    older = {name: value for name, value in now.items() if name not in ADDED}
+    assert len(now) - len(older) == len(ADDED)
+    assert identity_changes(older, now) == {}
+    changed = identity_changes(older, now | {"program.model.moe.score_function": "sigmoid"})
+    assert changed == {"program.model.moe.score_function": ("softmax", "sigmoid")}
 
 
 @pytest.mark.parametrize(
