@@ -15,12 +15,14 @@ import jax.numpy as jnp
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.open_model import open_language_model
+from graphtrain.models.lora.trainable import LORA_A
 from graphtrain.models.pipeline_stages import Keys, layers_of_chunk
 from graphtrain.models.protocol import LanguageModel
 from lowering.pipeline.schedule import PartWeights, Pipeline, Scalars, StageResult
 from lowering.tracing.constrain import constrain
 from lowering.tracing.recording import without_recording
-from lowering.trees import Tree
+from lowering.trees import Tree, flatten
+from sharding_rules.errors import ShardingError
 from sharding_rules.pipeline import Stages
 
 # (log p of the policy minus that of the reference model, microbatch) -> (objective, metrics)
@@ -44,6 +46,9 @@ def with_adapter(
         program: Settings.
         stages: Division of the layers.
         keys: Dropout key of each microbatch, for LoRA dropout; None disables it.
+
+    Raises:
+        ShardingError: while it is traced, if an array outside of the layers would have dropout.
     """
     model = open_language_model(program.model)
 
@@ -51,9 +56,22 @@ def with_adapter(
         key = layers = None
         if keys is not None and chunk is not None:
             key, (layers, _) = keys(index), layers_of_chunk(stages, chunk)
+        elif keys is not None:
+            _refuse_dropout(weights.trained)
         return model.apply_lora(program.settings, weights.trained, weights.frozen, key, layers)
 
     return _with_weights(pipeline, combine)
+
+
+def _refuse_dropout(trained: Tree) -> None:
+    """Refuse factors of arrays before or after the layers, which have no dropout here."""
+    paths = flatten(trained) if trained else {}
+    if adapted := [path for path in paths if path.endswith(f"/{LORA_A}")]:
+        raise ShardingError(
+            "in a pipeline, program.adapter.dropout is for arrays of the layers, and "
+            f"{adapted[0].removesuffix(f'/{LORA_A}')} is in none; set dropout = 0, or leave it out "
+            "of target_modules"
+        )
 
 
 def reference_pipeline(pipeline: Pipeline, program: ResolvedProgram) -> Pipeline:

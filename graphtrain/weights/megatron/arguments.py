@@ -22,6 +22,7 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "hybrid_override_pattern": ("",),
     "moe_layer_freq": (1,),
     "moe_router_enable_expert_bias": (False,),
+    "moe_router_num_groups": (1,),
     "moe_router_score_function": ("softmax",),
     "moe_router_topk_scaling_factor": (1.0,),
     "mtp_num_layers": (0,),
