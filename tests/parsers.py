@@ -47,6 +47,7 @@ from graphtrain.launch.slurm import status
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.planning import ledger
 from graphtrain.planning.assess import estimate
+from graphtrain.planning.costs import read_prices
 from graphtrain.planning.lock import lock_diff, lock_text, read_lock
 from graphtrain.run.goodput.account import read_goodput
 from graphtrain.run.goodput.page import goodput_page
@@ -67,6 +68,8 @@ from graphtrain.weights.sources import ConvertedFolder
 from graphtrain.weights.writer import SafetensorsWriter
 from lowering.artifact import Artifact
 from lowering.machine.leases import LeaseTiming
+from lowering.machine.machine_tables import built_in
+from lowering.machine.user_machines import with_machines_of
 from lowering.neuron.persistent_cache import flags
 from sharding_rules.documents import read_bytes
 from sharding_rules.rules import Rules
@@ -125,6 +128,23 @@ batch = ["data", "fsdp"]
 
 [arrays."mlp/up"]
 mlp = "tensor"
+"""
+MACHINES = """
+[h100]
+memory = 94e9
+gpu = { cores = 114 }
+
+[mybox]
+platform = "cuda"
+memory = 48e9
+flops = { bfloat16 = 180e12, fp8 = 360e12 }
+link = 128e9
+group = 4
+achieved = { products = 0.5, attention = 0.2, tensor_overlap = 0.0 }
+source = "data sheet"
+
+[mypod]
+based_on = "v5e"
 """
 
 
@@ -480,6 +500,16 @@ def _write_store(directory: Path) -> None:
     (directory / "cache" / "ledger.jsonl").write_text(_ledger_line() * 3)
 
 
+def _write_machines(directory: Path) -> None:
+    (directory / "targets.toml").write_text(MACHINES)
+    (directory / "prices.toml").write_text('currency = "EUR"\n[device_hour]\nh100 = 2.5\n')
+
+
+def _read_machines(directory: Path) -> None:
+    with_machines_of(directory / "targets.toml", "targets.toml", built_in())
+    read_prices(directory / "prices.toml")
+
+
 def _ledger_line() -> str:
     costs = {"compile_seconds": 1.0, "step_seconds": 0.1, "peak_bytes": 1e6}
     entry = {
@@ -625,6 +655,7 @@ PARSERS = {
     "corpus": Parser(_write_tokenizer, _read_corpus, damaged=("a.jsonl",)),
     "conversations": Parser(_write_chat, _read_chat),
     "cache": Parser(_write_store, _read_store),
+    "machines": Parser(_write_machines, _read_machines),
     "plan lock": Parser(_write_lock, _read_lock),
     "strategy": Parser(_write_strategy, lambda folder: read_strategy(folder / "a.json")),
     "extraction": Parser(_write_extraction, _read_extraction),

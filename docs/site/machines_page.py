@@ -11,10 +11,12 @@ HEAD = """# Machines
 Every machine that a [target](../guides/targets.md) can name, with the numbers that plans use,
 from `lowering/machine/topologies.toml`. `cpu` is this machine: its memory is read when a command
 runs. Numbers are those of one device: a GPU, a TPU chip (of `tpu7x`, half a chip), a NeuronCore
-or an NPU. None of them was measured by graphtrain. What products and causal attention reach of
-the peak is fitted to [published steps](../BENCHMARKS.md#published-steps); a machine without these
-numbers is taken to reach what another of its platform does: `h100`, `v5p`, `trn1`, `ascend910b`,
-and for `a100-40` what `a100` does.
+or an NPU (of `ascend910c`, half of one). The network joins hosts, or the groups of hosts that the
+link connects; of a TPU it is the data-center network between slices. None of the numbers was
+measured by graphtrain. What products and causal attention reach of the peak is fitted to
+[published steps](../BENCHMARKS.md#published-steps); a machine without these numbers is taken to
+reach what another of its platform does: `h100`, `v5p`, `trn1`, `ascend910b`, and for `a100-40`
+what `a100` does.
 
 """
 REACHED = "products", "products_8bit", "attention"
@@ -25,7 +27,8 @@ def page() -> str:
     """Return the page."""
     head = ("machine", "platform", "memory, GB", "bandwidth, GB/s", "bfloat16, TFLOP/s",
             "float32, TFLOP/s", "fp8, TFLOP/s", "int8, TFLOP/s", "link, GB/s", "network, GB/s",
-            "devices per host", "products reach, %", "fp8 and int8 reach, %",
+            "devices per host",
+            "devices per link", "products reach, %", "fp8 and int8 reach, %",
             "attention reaches, %")  # fmt: skip
     rows = [_row(name, one) for name, one in tables().items()]
     sources = [(f"`{name}`", one["source"]) for name, one in tables().items()]
@@ -42,6 +45,7 @@ def _row(name: str, one: dict[str, Any]) -> tuple[str, ...]:
         *(_scaled(one["flops"].get(dtype), 1e12) for dtype in ("float32", "fp8", "int8")),
         _scaled(one.get("link"), 1e9),
         _scaled(one.get("network"), 1e9),
+        str(one.get("per_host", one.get("group", ""))),
         str(one.get("group", "")),
         *(_percent(one.get("achieved", {}).get(name)) for name in REACHED),
     )

@@ -51,6 +51,7 @@ def compare(
     from graphtrain.cli.compile import progress
     from graphtrain.config import load_config
     from graphtrain.config.resolve import resolve
+    from graphtrain.planning.formats import machine_lines
     from graphtrain.planning.json_output import target_rows
     from graphtrain.planning.targets import compare_targets
     from graphtrain.planning.targets_table import targets_table
@@ -71,6 +72,9 @@ def compare(
         click.echo(json.dumps(target_rows(rows, work)))
     else:
         console().print(targets_table(rows, work))
+        lines = (line for name in targets for line in machine_lines(Target.parse(name)))
+        for line in dict.fromkeys(lines):
+            click.echo(line)
         if note := work.note([row.cost for row in rows]):
             click.echo(note)
         for row in rows:

@@ -1,6 +1,20 @@
 """Numbers as text; an unknown number is "unknown", never 0."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowering.machine.target import Target
+
 UNKNOWN = "unknown"
+
+
+def machine_lines(target: Target) -> list[str]:
+    """Return a line that says which numbers of a machine are of the user's file, if any are."""
+    if not (numbers := target.specification.get("file_numbers")):
+        return []
+    return [f"{target.machine} as in {target.numbers_source}: {', '.join(numbers)}"]
 
 
 def format_seconds(value: float | None) -> str:

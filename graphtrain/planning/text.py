@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from graphtrain.compile.html import html_from_rich
 from graphtrain.models.grouped_matmul_support import step_computes_all_experts
 from graphtrain.planning.collective_origins import significant, unexplained
-from graphtrain.planning.formats import format_seconds, format_share
+from graphtrain.planning.formats import format_seconds, format_share, machine_lines
 from graphtrain.planning.memory_parts import memory_sources
 from graphtrain.planning.quantized_products import products_line
 from graphtrain.planning.tables import empty_table, megabytes, plan_table
@@ -77,7 +77,7 @@ def print_assessment(
     shown = [p for p, layout in plan.layouts.items() if layout.spec.role != "optimizer"]
     for block in (
         f"{program.settings.target}: mesh {plan.mesh}, rules {', '.join(program.settings.rules)}",
-        *_machine_line(program.target),
+        *machine_lines(program.target),
         str(parameters),
         plan_table(plan, shown),
         memory_table(assessment.memory, program.target),
@@ -106,13 +106,6 @@ def print_assessment(
     if not fits:
         console.print()
         console.print(remedies_table(remedies) if remedies else _NO_REMEDY)
-
-
-def _machine_line(target: "Target") -> list[str]:
-    """Return a line that says which numbers of the machine are of the user's file, if any are."""
-    if not (numbers := target.specification.get("file_numbers")):
-        return []
-    return [f"{target.machine} as in {target.numbers_source}: {', '.join(numbers)}"]
 
 
 def _unknown_parts(assessment: "Assessment") -> list[str]:

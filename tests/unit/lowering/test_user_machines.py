@@ -2,6 +2,7 @@
 
 import pytest
 
+from graphtrain.planning.formats import machine_lines
 from lowering.errors import LoweringError
 from lowering.machine.machine_tables import built_in, machines
 from lowering.machine.target import Target
@@ -139,3 +140,9 @@ def test_all_problems_of_a_file_are_named(write):
     with pytest.raises(LoweringError) as error:
         Target.parse("h100:8")
     assert len(str(error.value).splitlines()) == 3
+
+
+def test_a_plan_says_which_numbers_are_of_the_file(write):
+    assert machine_lines(Target.parse("h100:8")) == []
+    write("[h100]\nmemory = 94e9\nlink = 8e11\n")
+    assert machine_lines(Target.parse("h100:8")) == ["h100 as in targets.toml: memory, link"]
