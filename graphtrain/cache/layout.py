@@ -53,6 +53,10 @@ class StorePaths:
         return self.versioned_root / "pins"
 
     @cached_property
+    def searches(self) -> Path:
+        return self.versioned_root / "searches"
+
+    @cached_property
     def temporary(self) -> Path:
         return self.versioned_root / "tmp"
 
@@ -61,6 +65,9 @@ class StorePaths:
 
     def request(self, digest: str) -> Path:
         return self.requests / f"{validate_digest(digest)}.json"
+
+    def search(self, digest: str) -> Path:
+        return self.searches / f"{validate_digest(digest)}.json"
 
     def lease(self, digest: str) -> Path:
         return self.leases / validate_digest(digest)

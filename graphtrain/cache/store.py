@@ -18,6 +18,7 @@ from graphtrain.cache import (
     leases,
     pins,
     programs,
+    searches,
     stored_requests,
     summaries,
     verify,
@@ -388,6 +389,18 @@ class Cache:
     def stored_failure(self, request: CacheKey, name: str) -> failures.StoredFailure | None:
         """Return the stored deterministic failure of a request, or None."""
         return failures.read_failure(self._layout, request.digest, name)
+
+    def store_search(self, key: CacheKey, settings: Mapping[str, Any]) -> None:
+        """Store the settings that a search chose for a program; the last search counts.
+
+        Raises:
+            CacheError: the disk is full, or the cache is not writable.
+        """
+        searches.store(self._layout, key, settings)
+
+    def stored_search(self, key: CacheKey) -> dict[str, Any] | None:
+        """Return the settings that the last search chose for a program, or None."""
+        return searches.read(self._layout, key)
 
     def store_bundle(
         self, key: CacheKey, request: CacheKey, name: str, files: Mapping[str, bytes]

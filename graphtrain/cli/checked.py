@@ -9,10 +9,11 @@ from graphtrain.cli.terminal import say
 if TYPE_CHECKING:
     from graphtrain.api.checks.checked import CheckedConfig
     from graphtrain.api.checks.purpose import Purpose
+    from graphtrain.config.load import Source
 
 
 def check(
-    config: Path,
+    config: "Source",
     overrides: Sequence[str],
     target: str | None,
     purpose: "Purpose",
@@ -24,7 +25,7 @@ def check(
     """Load and check a configuration; print problems that are only warnings for this purpose.
 
     Args:
-        config: the file.
+        config: the file, or a configuration.
         overrides: settings that replace its own.
         target: machine that replaces its own.
         purpose: what the command does with it.

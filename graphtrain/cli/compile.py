@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
     from graphtrain.api.checks.checked import CheckedConfig
+    from graphtrain.api.checks.purpose import Purpose as CompilationPurpose
     from graphtrain.compile.tasks import CompilationReport, Observer, TaskOutcome
     from graphtrain.config import Program
     from graphtrain.graphs.names import Purpose
@@ -93,6 +95,12 @@ def compile_limit_options(command: Callable) -> Callable:
     "one sequence, generate a batch (--prompts), evaluate --tasks, or serve.",
 )
 @click.option(
+    "--search",
+    is_flag=True,
+    help="Search for the fastest strategy, compile the best ones to choose the winner, and compile "
+    "every graph with it; graphtrain run --search starts it.",
+)
+@click.option(
     "--fallback",
     metavar="N,M,...",
     help="Also compile for these smaller numbers of hosts, not devices, on which a run can be "
@@ -111,6 +119,7 @@ def command(
     retry_failed: bool,
     report: Path | None,
     purpose: "Purpose",
+    search: bool,
     fallback: str | None,
     as_json: bool,
 ) -> None:
@@ -124,7 +133,12 @@ def command(
     if fallback is not None:
         overrides = [*overrides, _fallback_setting(fallback)]
     checks = compile_purpose(purpose)
-    checked = [check(path, overrides, target, checks, outputs=outputs) for path in configs]
+    checked = [
+        check(path, overrides, target, checks, outputs=outputs)
+        if not search
+        else _searched(path, overrides, target, cache, checks, outputs)
+        for path in configs
+    ]
     from graphtrain.api.programs import compile_report
 
     with progress() as observe:
@@ -159,6 +173,32 @@ def command(
         write_report(report, result.as_json(), indent=2)
     if result.count("failed"):
         sys.exit(2)
+
+
+def _searched(
+    path: Path,
+    overrides: Sequence[str],
+    target: str | None,
+    cache: Path,
+    checks: "CompilationPurpose",
+    outputs: Mapping[str, Path | None],
+) -> "CheckedConfig":
+    """Return the checked configuration with the strategy of its run or of its search."""
+    from graphtrain.api.strategy import searched_config
+
+    with progress() as observe:
+        config = searched_config(
+            path,
+            compile=True,
+            target=target,
+            set=overrides,
+            cache=cache,
+            hint="",
+            observe=observe,
+            log=say,
+        )
+    found = check(config, (), None, checks, outputs=outputs)
+    return replace(found, source=path)  # the name of its graphs in the report
 
 
 def _fallback_setting(words: str) -> str:

@@ -24,7 +24,8 @@ from graphtrain.cli.terminal import say
 from lowering.machine import host, startup
 
 if TYPE_CHECKING:
-    from graphtrain.config.schema import Run
+    from graphtrain.config.load import Source
+    from graphtrain.config.schema import Config, Run
     from graphtrain.run.events import RunSummary
 
 _SIGNAL_STATUS = 128  # plus the signal number, the convention of shells
@@ -41,6 +42,12 @@ _SIGNAL_STATUS = 128  # plus the signal number, the convention of shells
     "compile_missing",
     is_flag=True,
     help="Compile missing graphs first, instead of exiting with 3.",
+)
+@click.option(
+    "--search",
+    is_flag=True,
+    help="Take the strategy of the run in the directory or, for a new run, the winner of the last "
+    "search (graphtrain compile --search, plan search), in place of that of CONFIG.",
 )
 @click.option(
     "--allow-change",
@@ -69,6 +76,7 @@ def command(
     count: int | None,
     rank: int | None,
     compile_missing: bool,
+    search: bool,
     allowed_changes: Sequence[str],
     fresh: bool,
     verbose: bool,
@@ -76,7 +84,8 @@ def command(
 ) -> None:
     """Train CONFIG from compiled programs, and from the last checkpoint if there is one.
 
-    Nothing is traced or compiled: without --compile, a missing program is an error (status 3).
+    Nothing is traced or compiled: without --compile, a missing program, or a strategy that was not
+    searched, is an error (status 3).
     SIGTERM and Ctrl-C save a checkpoint and stop; the same command resumes from it.
     """
     if verbose and quiet:
@@ -85,13 +94,21 @@ def command(
     startup.skip_blas_threads()
     from graphtrain.run.processes import expected_rank, is_rank_zero
 
+    this_rank = expected_rank(coordinator, count, rank)
+    hint = compile_hint(config, target, overrides, cache)
+    source: Source = config
+    if search:
+        hint = f"{hint} --search"
+        source = _with_searched_strategy(
+            config, overrides, target, cache, fresh, compile_missing, hint, this_rank
+        )
     checked = check(
-        config,
-        overrides,
-        target,
+        source,
+        () if search else overrides,
+        None if search else target,
         run_purpose(fresh=fresh, compiles=compile_missing),
         allowed_changes=allowed_changes,
-        rank=expected_rank(coordinator, count, rank),
+        rank=this_rank,
     )
     from graphtrain.api.runs import train
 
@@ -108,7 +125,7 @@ def command(
             coordinator=coordinator,
             processes=count,
             rank=rank,
-            compile_hint=compile_hint(config, target, overrides, cache),
+            compile_hint=hint,
             observe=observe_nothing if progress is None else progress.observe,
             log=say,
             started_at=host.process_started_at(),
@@ -123,6 +140,34 @@ def command(
         sys.exit(_SIGNAL_STATUS + signal.Signals[summary.stopped_by])
     if is_rank_zero() and not quiet and summary.steps != summary.resumed_from:
         print_curve(summary.directory)
+
+
+def _with_searched_strategy(
+    config: Path,
+    overrides: Sequence[str],
+    target: str | None,
+    cache: Path,
+    fresh: bool,
+    compiles: bool,
+    hint: str,
+    rank: int,
+) -> "Config":
+    """Return the configuration with the strategy of --search; rank 0 says which."""
+    from graphtrain.api.strategy import searched_config
+    from graphtrain.cli.compile import progress
+
+    with progress(is_main=rank == 0) as observe:
+        return searched_config(
+            config,
+            compile=compiles,
+            target=target,
+            set=overrides,
+            cache=cache,
+            fresh=fresh,
+            hint=hint,
+            observe=observe,
+            log=say if rank == 0 else lambda line: None,
+        )
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +25,8 @@ from graphtrain.cli.plan_show import DOES_NOT_FIT, console
 from graphtrain.cli.terminal import say
 
 if TYPE_CHECKING:
-    from graphtrain.config import Config, Program
-    from graphtrain.planning.candidates import Candidate
+    from graphtrain.config import Config
+    from graphtrain.planning.candidate import Candidate
     from graphtrain.planning.costs import Workload
     from graphtrain.planning.search import SearchResult
 
@@ -83,63 +82,61 @@ def command(
     Estimates every valid mesh with its microbatches, pipeline schedules, ZeRO and activation
     checkpointing; the values of these in CONFIG do not matter. The best are then compiled, into the
     cache and without an accelerator, and ranked again by their compiled memory and communication.
-    Exits with 4 if no strategy fits.
+    graphtrain run CONFIG --search trains with the best of these. [run.search] has limits: a largest
+    global batch, and the memory of a device. Exits with 4 if no strategy fits.
     """
     loaded = check(config, overrides, target, SEARCH, outputs={"--output": output}).config
+    from graphtrain.api.strategy import search_strategies
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
     from graphtrain.config import render
-    from graphtrain.config.phase_settings import without_phases
+    from graphtrain.planning.chosen import strategy_of, with_strategy
     from graphtrain.planning.ranking import as_json as in_json
-    from graphtrain.planning.search import search
-    from graphtrain.planning.verify import COMPILATIONS_PER_STRATEGY, compile_best
 
     work = workload(loaded, tokens, prices)
     if output is not None:  # before the work; whether the content is the same is known only after
         check_output(output, render(loaded).partition("\n")[0])
-    result = search(
-        without_phases(loaded.program), keep=max(top, COMPILATIONS_PER_STRATEGY * verify)
-    )
     with progress() as observe:
-        compiled = compile_best(result.ranked, Cache(cache), verify, jobs=jobs, observe=observe)
-    fitting = [candidate for candidate in compiled if candidate.memory.fits]
-    ranked = [*fitting, *result.ranked[len(compiled) : top], *compiled[len(fitting) :]]
+        result, ranked = search_strategies(
+            loaded, Cache(cache), verify=verify, keep=top, jobs=jobs, observe=observe
+        )
     if as_json:
         click.echo(json.dumps(in_json(result, ranked, work)))
     else:
-        _print(loaded.program, result, ranked, work)
-    if not ranked or not ranked[0].memory.fits:
+        _print(loaded, result, ranked, work)
+    if not ranked or not ranked[0].fits:
         sys.exit(DOES_NOT_FIT)
     if output is not None:
-        write_file(output, render(_with_strategy(loaded, ranked[0].program.settings)))
+        strategy = strategy_of(ranked[0].program.settings)
+        write_file(output, render(with_strategy(loaded, strategy)))
         say(f"wrote {output}")
 
 
-def _with_strategy(config: "Config", best: "Program") -> "Config":
-    """Return a configuration with the best strategy, and with its own phases."""
-    from graphtrain.errors import PlanError
-
-    try:
-        return replace(config, program=replace(best, phase=config.program.phase))
-    except ValueError as error:
-        raise PlanError(
-            f"the best strategy does not suit the phases of this configuration: {error}"
-        ) from None
-
-
 def _print(
-    program: "Program", result: "SearchResult", ranked: "Sequence[Candidate]", work: "Workload"
+    config: "Config", result: "SearchResult", ranked: "Sequence[Candidate]", work: "Workload"
 ) -> None:
-    from graphtrain.planning.ranking import table
+    from graphtrain.planning import ranking
 
-    out, batch = console(), program.batch
+    out, program, batch = console(), config.program, config.program.batch
     out.print(
         f"{program.target}, {batch.global_batch_size} x {batch.seq_len} tokens per step: "
         f"{result.considered:,} strategies in {result.seconds:.1f} s\n"
     )
-    out.print(table(ranked, work) if ranked else "no strategy fits")
+    out.print(ranking.table(ranked, work) if ranked else "no strategy fits")
     if note := work.note([candidate.cost(work) for candidate in ranked]):
         out.print(note)
+    for mesh, reason in {str(one.mesh): one.note for one in ranked if one.note}.items():
+        out.print(f"{mesh}: {reason}", soft_wrap=True)
+    if confirmed := ranking.confirmations(ranked):
+        out.print("\nestimates and the compiler's numbers")
+        out.print(confirmed)
+    if result.batches:
+        out.print("\nthe best estimate with each global batch")
+        out.print(ranking.batch_table(result.batches))
+    if ranked and (
+        change := ranking.batch_change(batch, ranked[0].program.batch, config.run.steps)
+    ):
+        out.print(change, soft_wrap=True)
     out.print("\nwhy other strategies rank lower")
     for family, reason in result.rejected.items():
         out.print(f"  {family}: {reason}", soft_wrap=True)

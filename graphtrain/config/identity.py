@@ -78,6 +78,7 @@ EXECUTION = frozenset(
         "run.tensorboard",
         "run.trackers",
         "run.samples",
+        "run.search",
         "run.spikes",
         "run.tasks",
         "run.watchdog",

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Memory
+from graphtrain.cost_model.mixture_memory import ExpertSizes
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
@@ -111,7 +112,7 @@ def _saved_activations(program: ResolvedProgram, sizes: DeviceSizes, flash: bool
     chunks. Dense layers before a mixture run through all microbatches of a stage before its first
     tick, and through their backward pass after the last.
     """
-    layer, stages = _saved_per_layer(program, sizes, flash), program.mesh.axes.get("stage", 1)
+    layer, stages = _saved_by_block(program, sizes, flash), program.mesh.axes.get("stage", 1)
     in_dense_layers = _saved_in_dense_layers(program, sizes, flash)
     if stages == 1:
         return program.model.layers * layer + in_dense_layers
@@ -174,6 +175,15 @@ def _one_gradient(program: ResolvedProgram, weights: Sequence[ShardedWeight]) ->
     elif batch.microbatches > 1 and batch.gradient_reduction == "per_step":
         role = "gradient"
     return 4 * sum(weight.elements(role, mesh) for weight in weights if not weight.frozen)
+
+
+def _saved_by_block(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) -> float:
+    """Return the bytes that a block saves: a layer with an MLP or, of a mixture, with experts."""
+    experts = ExpertSizes.of(program, sizes.sequences, sizes.seq_in_block)
+    if experts is None:
+        return _saved_per_layer(program, sizes, flash)
+    around = _saved_per_layer(program, replace(sizes, mlp=sizes.shared), flash)
+    return around + experts.saved(program.model.remat)
 
 
 def _saved_per_layer(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) -> float:
@@ -257,7 +267,10 @@ def _current_layer(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) ->
     inside = sizes.sequences * sizes.seq_in_block
     scores = sizes.sequences * sizes.heads * sizes.seq_in_block * sizes.kv_positions
     each = 2 * 4 + (2 + 1 if program.target.platform == "tpu" else 2 * 2)
-    wide = inside * sizes.mlp * sizes.item_bytes * (4 if is_gated(program.model) else 2)
+    experts = ExpertSizes.of(program, sizes.sequences, sizes.seq_in_block)
+    mlp = sizes.mlp if experts is None else sizes.shared
+    wide = inside * mlp * sizes.item_bytes * (4 if is_gated(program.model) else 2)
+    wide += experts.computed(program.model.remat) if experts else 0.0
     return wide if flash else max(each * scores, wide)
 
 

@@ -24,6 +24,7 @@ class DeviceSizes:
     kv_heads: float
     head_dim: int  # with padding
     mlp: float
+    shared: float  # hidden width of the expert of every token
     dense_mlp: float  # of dense layers before those of a mixture
     vocab: float
     logit_positions: float  # positions whose logits exist at once
@@ -43,6 +44,7 @@ class DeviceSizes:
 
         inside, chunk = split(batch.seq_len, "seq"), loss_chunk(program)
         dense_mlp = (model.moe and model.moe.dense_mlp) or 0
+        shared = (model.moe and model.moe.shared_expert_mlp) or 0
         # Stages divide the dense layers by microbatches.
         layers = model.depth / mesh.size(rules.parameters.get("layers", ()))
         return cls(
@@ -54,6 +56,7 @@ class DeviceSizes:
             kv_heads=max(1, split(split(model.kv_heads, "kv_heads"), "attention_kv_heads")),
             head_dim=_padded_head_dim(model.head_dim, program.target),
             mlp=split(model.mlp, "mlp"),
+            shared=split(shared, "shared"),
             dense_mlp=split(dense_mlp, "dense_mlp"),
             vocab=split(model.vocab, "vocab"),
             logit_positions=min(chunk or inside, inside),

@@ -27,6 +27,7 @@ from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.chunk_size import loss_chunk
 from graphtrain.planning.quantized_products import with_products
 from lowering.hlo.collectives import Collective, merged
+from sharding_rules.errors import UserError
 from sharding_rules.plan import Plan
 
 
@@ -68,6 +69,40 @@ def assess_all(
     plans = {name: plan(program) for name, program in programs.items()}
     if not compile:
         return {name: estimate(program, plans[name]) for name, program in programs.items()}
+    assessed = _compiled(programs, plans, cache, observe, jobs)
+    for assessment in assessed.values():
+        if isinstance(assessment, UserError):
+            raise assessment
+    return {name: one for name, one in assessed.items() if isinstance(one, Assessment)}
+
+
+def compile_each(
+    programs: Mapping[str, ResolvedProgram],
+    cache: Cache,
+    observe: Observer = lambda label, stage: None,
+    *,
+    jobs: int | None = None,
+) -> dict[str, Assessment | UserError]:
+    """Assess several programs by name as assess_all() does; of one that is refused, the error."""
+    plans: dict[str, Plan] = {}
+    refused: dict[str, Assessment | UserError] = {}
+    for name, program in programs.items():
+        try:
+            plans[name] = plan_program(program)
+        except UserError as error:
+            refused[name] = error
+    planned = {name: program for name, program in programs.items() if name in plans}
+    return refused | _compiled(planned, plans, cache, observe, jobs)
+
+
+def _compiled(
+    programs: Mapping[str, ResolvedProgram],
+    plans: Mapping[str, Plan],
+    cache: Cache,
+    observe: Observer,
+    jobs: int | None,
+) -> dict[str, Assessment | UserError]:
+    """Compile programs; of one that tracing refuses, return the error."""
     tasks = {name: _train_task(name, program) for name, program in programs.items()}
     report = compile_tasks(list(tasks.values()), cache, Limits(jobs=jobs), observe=observe)
     outcomes = {outcome.label: outcome for outcome in report.outcomes}
@@ -96,11 +131,11 @@ def _train_task(name: str, program: ResolvedProgram) -> Any:
 
 def _from_outcome(
     program: ResolvedProgram, plan: Plan, outcome: TaskOutcome, cache: Cache
-) -> Assessment:
+) -> Assessment | UserError:
     artifact = cache.get(outcome.digest) if outcome.digest else None
     if artifact is None:
         if outcome.kind == "ShardingError":
-            raise PlanError(outcome.error)
+            return PlanError(outcome.error)
         guess = estimate(program, plan)
         memory = replace(guess.memory, compiler_out_of_memory=outcome.kind == "OutOfMemory")
         return replace(guess, memory=memory, note=_missing_reason(outcome))

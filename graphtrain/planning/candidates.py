@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
-from graphtrain.cache.sizes import format_size
 from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import Mesh, Model, PipelineSettings, Program, Remat
-from graphtrain.cost_model.assessment import Memory, StepTime
 from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.time import mfu, step_time
 from graphtrain.cost_model.traffic import bubble_of, predict_collectives
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.chunk_size import loss_chunk
+from graphtrain.models.optimizer_support import check_optimizer
 from graphtrain.models.shapes import state_arrays
-from graphtrain.planning.costs import Cost, Workload
-from graphtrain.planning.formats import format_seconds, format_share
+from graphtrain.planning.candidate import Candidate
 from lowering.errors import LoweringError
 from lowering.machine.target import Achieved, Target
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
-from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import make_plan
 from sharding_rules.rules import Rules
+
+_LoadRules = Callable[[Sequence[str]], Rules]
 
 MAX_TENSOR = 64
 MIN_CONTEXT_PARALLEL_LENGTH = (
@@ -35,81 +32,7 @@ MIN_CONTEXT_PARALLEL_LENGTH = (
 )
 _WIDEST_CONTEXT = 16
 _MAX_VIRTUAL_STAGES = 8
-_MAX_INTERLEAVED_STAGES = 2  # with 1F1B
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One strategy and its estimate."""
-
-    program: ResolvedProgram
-    memory: Memory
-    time: StepTime | None = None  # None if the program does not fit
-    mfu: float | None = None  # None if unknown
-    sent_bytes: float = 0.0  # by one device in a step
-    equal: int = 0  # number of strategies with equal numbers that this one stands for
-
-    @property
-    def mesh(self) -> MeshShape:
-        return self.program.mesh
-
-    @property
-    def seconds(self) -> float:
-        """Known time of a step; infinite if the program does not fit."""
-        return math.inf if self.time is None else self.time.known
-
-    @property
-    def rank(self) -> tuple[float, float, float, int]:
-        """Sort key: step time to three digits, then communication, whose overlap is uncertain.
-
-        Where the speed of the links is unknown, the bytes that are sent count.
-        """
-        times = self.time.communication.values() if self.time else ()
-        sent = sum(seconds or 0.0 for seconds in times)
-        return float(f"{self.seconds:.3g}"), sent, self.sent_bytes, self.memory.peak
-
-    def cost(self, workload: Workload) -> Cost:
-        """Return what a workload takes with this strategy."""
-        return workload.cost(self.program.target, self.program.batch.tokens, self.time)
-
-    @property
-    def figures(self) -> tuple[str, str, str, str]:
-        """Step time, utilization, bytes sent and peak memory as text."""
-        return (
-            format_seconds(None if self.time is None else self.time.total),
-            format_share(self.mfu),
-            format_size(round(self.sent_bytes)),
-            format_size(self.memory.peak),
-        )
-
-    def choice(self, family: str) -> str:
-        """Return the candidate's choice in a family, for example "16" for tensor."""
-        rules, sizes = self.program.settings.rules, self.mesh.axes
-        if family == "zero":
-            return next((name[-1] for name in ("zero1", "zero2") if name in rules), "none")
-        if family == "sequence":
-            return "none" if sizes["tensor"] == 1 else "on" if "sequence" in rules else "off"
-        if family == "schedule":
-            pipeline = self.program.pipeline
-            return (
-                "none"
-                if sizes["stage"] == 1
-                else f"{pipeline.schedule} x {pipeline.virtual_stages}"
-            )
-        return self.program.model.remat if family == "remat" else str(sizes[family])
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings of [program] that the candidate sets."""
-        pipeline = self.program.pipeline
-        staged = {"schedule": pipeline.schedule, "rounds": pipeline.virtual_stages}
-        return {
-            "mesh": {name: size for name, size in self.mesh.axes.items() if size > 1},
-            "rules": list(self.program.settings.rules),
-            "microbatches": self.program.batch.microbatches,
-            "remat": self.program.model.remat,
-            **({"pipeline": staged} if self.mesh.axes["stage"] > 1 else {}),
-        }
+_MAX_INTERLEAVED_STAGES = 4  # with 1F1B, which stores an input of each
 
 
 @dataclass(frozen=True)
@@ -120,6 +43,9 @@ class SearchOptions:
     context: bool = True
     remats: tuple[Remat, ...] = ("none", "attention", "dots", "full")
     arrays: Mapping[str, ArraySpec] | None = None  # parameters of a model that is not native
+    offload: bool = False  # to host memory, of strategies that do not fit otherwise
+    batch_sizes: tuple[int, ...] = ()  # global batch sizes; none: that of the program
+    capacity: int | None = None  # bytes of a device that a step may use; None: the target's
 
 
 def candidates(
@@ -134,6 +60,17 @@ def candidates(
         choices: restrictions of the search.
     """
     load_rules = cache(Rules.load)  # once for this search, also the user's files
+    configured = program.batch.global_batch_size
+    for size in choices.batch_sizes or (configured,):
+        batch = replace(program.batch, global_batch_size=size, microbatches=1, padding_sequences=0)
+        for candidate in _of_batch(replace(program, batch=batch), load_rules, attained, choices):
+            yield replace(candidate, relative_batch=size / configured)
+
+
+def _of_batch(
+    program: Program, load_rules: _LoadRules, attained: float | None, choices: SearchOptions
+) -> Iterator[Candidate]:
+    """Yield every strategy for the global batch of a program."""
     for sizes in _meshes(program, Target.parse(program.target).devices, choices):
         batch = replace(program.batch, microbatches=sizes["stage"])
         for names in _rules(program, sizes):
@@ -143,20 +80,40 @@ def candidates(
                 try:
                     weights = shard_weights(resolved)
                     step_uses_flash_kernel(resolved)
+                    check_optimizer(resolved)
                     loss_chunk(resolved)
                     if choices.arrays is not None:
                         arrays = state_arrays(choices.arrays, resolved.optimizer)
                         make_plan(arrays, resolved.rules, resolved.mesh)
                 except (ShardingError, LoweringError):
                     break  # sizes do not divide or there is no kernel; the schedule is irrelevant
+                estimate = partial(_candidate, weights, attained, choices.capacity)
                 for variant in _variants(resolved, choices.remats):
-                    yield _candidate(variant, weights, attained)
+                    yield (candidate := estimate(variant))
+                    if choices.offload and not candidate.memory.fits:
+                        yield from map(estimate, _offloaded(variant))
+
+
+def _offloaded(program: ResolvedProgram) -> Iterator[ResolvedProgram]:
+    """Yield a strategy with moments, activations or both in host memory; slower, but smaller."""
+    settings, optimizer = program.settings, program.optimizer
+    on_host = replace(optimizer, offload_to_host=True)
+    yield program.with_settings(replace(settings, optimizer=on_host))
+    if program.model.remat == "dots":
+        model = replace(program.model, remat="offload")
+        yield program.with_settings(replace(settings, model=model))
+        yield program.with_settings(replace(settings, model=model, optimizer=on_host))
 
 
 def _candidate(
-    program: ResolvedProgram, weights: Sequence[ShardedWeight], attained: float | None
+    weights: Sequence[ShardedWeight],
+    attained: float | None,
+    capacity: int | None,
+    program: ResolvedProgram,
 ) -> Candidate:
     estimated_memory = memory(program, weights)
+    if capacity is not None:
+        estimated_memory = replace(estimated_memory, capacity=capacity)
     if not estimated_memory.fits:
         return Candidate(program, estimated_memory)
     collectives = predict_collectives(program, weights)
@@ -176,12 +133,11 @@ def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[
     widest = (
         _WIDEST_CONTEXT if batch.seq_len >= MIN_CONTEXT_PARALLEL_LENGTH and choices.context else 1
     )
-    staged = choices.stages and not _without_stages(program)
     for tensor in divisors(devices, MAX_TENSOR):
         if indivisible_size(model, tensor):
             continue
         for stage in divisors(devices // tensor, model.layers):
-            if model.layers % stage or (stage > 1 and not staged):
+            if model.layers % stage or (stage > 1 and not choices.stages):
                 continue
             for context in divisors(devices // tensor // stage, widest):
                 copies = devices // tensor // stage // context
@@ -189,11 +145,6 @@ def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[
                     continue  # microbatches of a replica must be a multiple of the stages
                 for sizes in _batch_axes(model, copies):
                     yield {**sizes, "stage": stage, "context": context, "tensor": tensor}
-
-
-def _without_stages(program: Program) -> bool:
-    """Return whether the program rules out a pipeline; see config.schema.check_pipeline."""
-    return not program.batch.cross_document_attention or program.loss.has_chunks
 
 
 def _batch_axes(model: Model, devices: int) -> Iterator[dict[str, int]]:
@@ -235,6 +186,8 @@ def _variants(program: ResolvedProgram, remats: tuple[Remat, ...]) -> Iterator[R
         if program.loss.kind == "dpo" and rows % 2:
             continue  # a pair of sequences must not be divided
         for remat in remats:
+            if remat == "none" and not settings.pipeline.recompute_stages:
+                continue  # without remat, no schedule but 1f1b recomputes stages
             varied_settings = replace(
                 settings,
                 model=replace(program.model, remat=remat),
@@ -244,14 +197,18 @@ def _variants(program: ResolvedProgram, remats: tuple[Remat, ...]) -> Iterator[R
 
 
 def _pipelines(stages: int, program: Program) -> Iterator[PipelineSettings]:
+    """Yield pipeline schedules; GPipe is the circular one with one virtual stage."""
     if stages == 1:
         yield PipelineSettings()
         return
-    for rounds in divisors(program.model.layers // stages, _MAX_VIRTUAL_STAGES):
+    for virtual in divisors(program.model.layers // stages, _MAX_VIRTUAL_STAGES):
         # 1F1B splits the LM head's positions over the stages.
-        if program.batch.seq_len % stages == 0 and rounds <= _MAX_INTERLEAVED_STAGES:
-            yield PipelineSettings(schedule="1f1b", virtual_stages=rounds)
-        yield PipelineSettings(schedule="circular", virtual_stages=rounds)
+        if program.batch.seq_len % stages == 0 and virtual <= _MAX_INTERLEAVED_STAGES:
+            yield PipelineSettings(schedule="1f1b", virtual_stages=virtual)
+        for recompute in (True, False):
+            yield PipelineSettings(
+                schedule="circular", virtual_stages=virtual, recompute_stages=recompute
+            )
 
 
 def divisors(value: int, most: int) -> list[int]:

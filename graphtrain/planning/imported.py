@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from graphtrain.config.schema import Program, TorchModel
-from graphtrain.planning.candidates import Candidate, SearchOptions
+from graphtrain.planning.candidate import Candidate
+from graphtrain.planning.candidates import SearchOptions
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
 
@@ -45,5 +46,6 @@ class TorchSearch:
         """Return a candidate with the native model replaced by the PyTorch model."""
         native_program = candidate.program
         model = replace(self.program.model, remat=native_program.model.remat)
-        program = native_program.with_settings(replace(native_program.settings, model=model))
-        return replace(candidate, program=program)
+        adapter, loss = self.program.adapter, self.program.loss
+        settings = replace(native_program.settings, model=model, adapter=adapter, loss=loss)
+        return replace(candidate, program=native_program.with_settings(settings))

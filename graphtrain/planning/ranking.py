@@ -1,12 +1,15 @@
-"""Output of a search: table for the terminal, and JSON."""
+"""Output of a search: tables for the terminal, and JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from graphtrain.planning.candidates import Candidate
+from graphtrain.cache.sizes import format_size
+from graphtrain.config.schema import Batch
+from graphtrain.planning.candidate import Candidate
 from graphtrain.planning.costs import Workload
+from graphtrain.planning.formats import format_seconds
 from graphtrain.planning.search import SearchResult
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ def as_json(
         "considered": search_result.considered,
         "search_seconds": round(search_result.seconds, 3),
         "strategies": [_row(candidate, workload) for candidate in ranked],
+        "batches": [_row(candidate, workload) for candidate in search_result.batches],
         "lost": search_result.rejected,
     }
 
@@ -35,31 +39,122 @@ def _row(one: Candidate, workload: Workload) -> dict[str, Any]:
         "equal": one.equal,
         "sent_bytes": one.sent_bytes,
         "peak_bytes": one.memory.peak,
+        "capacity_bytes": one.memory.capacity,
         "source": one.memory.source,
-        "fits": one.memory.fits,
+        "fits": one.fits,
+        "estimated": None if one.estimated is None else _figures(one.estimated),
+        "note": one.note,
         "cost": workload.as_json(one.cost(workload)),
+    }
+
+
+def _figures(one: Candidate) -> dict[str, Any]:
+    return {
+        "step_seconds": None if one.time is None else one.time.total,
+        "sent_bytes": one.sent_bytes,
+        "peak_bytes": one.memory.peak,
     }
 
 
 def table(ranked: Sequence[Candidate], workload: Workload) -> Table:
     """Return a table with one row for each strategy."""
-    from rich.table import Table
-
-    rich_table = Table(box=None, pad_edge=False)
+    several = len({candidate.relative_batch for candidate in ranked}) > 1
+    optional = [name for name, shown in (("batch", several),) if shown]
+    optional += ["moments"] * any(one.program.optimizer.offload_to_host for one in ranked)
     costs = [name.removeprefix(">") for name in workload.columns]
-    for name in (*_TEXT_COLUMNS, *_NUMBER_COLUMNS, *costs, "equal", "source"):
-        is_number = name in ("micro", *_NUMBER_COLUMNS, *costs)
-        rich_table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
-    for candidate in ranked:
-        source = candidate.memory.source
-        rich_table.add_row(
+    numbers = ("micro", "batch", *_NUMBER_COLUMNS, *costs)
+    names = *_TEXT_COLUMNS, *optional, *_NUMBER_COLUMNS, *costs, "equal", "source"
+    rows = [
+        [
             str(candidate.mesh),
             *map(candidate.choice, ("zero", "sequence", "schedule")),
             str(candidate.program.batch.microbatches),
             candidate.choice("remat"),
+            *map(candidate.choice, optional),
             *candidate.figures,
             *workload.cells(candidate.cost(workload)),
             f"{candidate.equal} more" if candidate.equal else "",
-            source if candidate.memory.fits else f"{source}: does not fit",
-        )
+            _source(candidate),
+        ]
+        for candidate in ranked
+    ]
+    return _table(names, numbers, rows)
+
+
+def _source(candidate: Candidate) -> str:
+    if candidate.refused:
+        return "refused"
+    source = candidate.memory.source
+    return source if candidate.memory.fits else f"{source}: does not fit"
+
+
+def confirmations(ranked: Sequence[Candidate]) -> Table | None:
+    """Return the estimates beside the compiler's numbers; None if nothing was compiled."""
+    rows = [
+        [
+            str(one.mesh),
+            str(one.program.batch.microbatches),
+            one.choice("remat"),
+            format_size(one.estimated.memory.peak),
+            format_size(one.memory.peak),
+            f"{one.estimated.memory.peak / one.memory.peak:.2f}",
+            format_size(round(one.estimated.sent_bytes)),
+            format_size(round(one.sent_bytes)),
+            format_seconds(one.estimated.time and one.estimated.time.total),
+            format_seconds(one.time and one.time.total),
+        ]
+        for one in ranked
+        if one.estimated is not None
+    ]
+    texts = "mesh", "micro", "remat"
+    numbers = (
+        "peak: estimate", "compiler", "ratio", "sent: estimate", "compiler",
+        "seconds: estimate", "by compiled program",
+    )  # fmt: skip
+    return _table((*texts, *numbers), ("micro", *numbers), rows) if rows else None
+
+
+def batch_table(batches: Sequence[Candidate]) -> Table:
+    """Return a table of the best strategy with each global batch; the times are estimates."""
+    rows = [
+        [
+            one.choice("batch"),
+            f"{one.program.batch.tokens:,}",
+            *([str(one.mesh), *one.figures, _rate(one)] if one.fits else ["nothing fits"]),
+        ]
+        for one in batches
+    ]
+    numbers = "batch", "tokens", *_NUMBER_COLUMNS, "tokens/s"
+    names = "batch", "tokens", "mesh", *_NUMBER_COLUMNS, "tokens/s"
+    return _table(names, numbers, rows)
+
+
+def batch_change(configured: Batch, chosen: Batch, steps: int) -> str:
+    """Say what another global batch changes in a run of `steps` steps; empty if it is the same."""
+    if chosen.global_batch_size == configured.global_batch_size:
+        return ""
+    before, after = configured.global_batch_size, chosen.global_batch_size
+    equal_steps = steps * configured.tokens / chosen.tokens
+    return (
+        f"program.batch.global_batch_size = {after} in place of {before} is another training. The "
+        "same: model, loss, seq_len and the order of the sequences. Changed: "
+        f"run.steps = {steps:,} steps train {steps * chosen.tokens:,} tokens in place of "
+        f"{steps * configured.tokens:,} ({equal_steps:,.0f} steps train as many), and learning "
+        "rate, warm-up and decay keep their settings: choose them for the new batch"
+    )
+
+
+def _rate(candidate: Candidate) -> str:
+    rate = candidate.tokens_per_second
+    return "unknown" if rate is None else f"{float(f'{rate:.3g}'):,.0f}"
+
+
+def _table(names: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich.table import Table
+
+    rich_table = Table(box=None, pad_edge=False)
+    for name in names:
+        rich_table.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
+    for row in rows:
+        rich_table.add_row(*row)
     return rich_table

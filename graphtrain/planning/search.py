@@ -8,25 +8,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import TYPE_CHECKING
 
-from graphtrain.config.schema import Program
-from graphtrain.cost_model.assessment import StepTime
+from graphtrain.config.phase_settings import without_phases
+from graphtrain.config.schema import Mesh, Program, SearchSettings
+from graphtrain.config.schema.program import reason_of
 from graphtrain.cost_model.native_equivalent import with_native_model
-from graphtrain.cost_model.time import OVERLAPPED_AXES, crosses_hosts
 from graphtrain.errors import PlanError
-from graphtrain.planning.candidates import (
-    MAX_TENSOR,
-    MIN_CONTEXT_PARALLEL_LENGTH,
-    Candidate,
-    SearchOptions,
-    candidates,
-    divisors,
-    indivisible_size,
-)
-from graphtrain.planning.formats import format_seconds
+from graphtrain.planning.candidate import Candidate
+from graphtrain.planning.candidates import SearchOptions, candidates
+from graphtrain.planning.limits import batch_sizes, usable_bytes
+from graphtrain.planning.rejections import rejection_reasons
+from lowering.machine.target import Target
 
-FAMILIES = ("tensor", "stage", "context", "fsdp", "zero", "sequence", "schedule", "remat")
+if TYPE_CHECKING:
+    from graphtrain.planning.imported import TorchSearch
+
+FAMILIES = (
+    "tensor",
+    "stage",
+    "context",
+    "expert",
+    "fsdp",
+    "zero",
+    "sequence",
+    "schedule",
+    "remat",
+    "moments",
+)
+_NO_LIMITS = SearchSettings()
 
 
 @dataclass(frozen=True)
@@ -37,59 +49,115 @@ class SearchResult:
     rejected: dict[str, str]  # by choice, as "tensor 16": why its best candidate is not the fastest
     considered: int  # number of candidates
     seconds: float  # duration of the search
+    batches: tuple[Candidate, ...] = ()  # the best with each global batch, if several were tried
 
 
-def search(program: Program, keep: int = 20) -> SearchResult:
-    """Rank the strategies for a program's model, batch and target, without compiling.
+@dataclass(frozen=True)
+class _Task:
+    """Program and choices of a search."""
 
-    Args:
-        program: the program whose strategy is varied.
-        keep: number of strategies to return; of several with equal numbers, only the first.
+    program: Program  # with a native model
+    choices: SearchOptions
+    not_tried: dict[str, str]  # mesh axes that are ruled out, with the reason
+    imported: TorchSearch | None  # whose model the native one stands for
 
-    Raises:
-        LoweringError: unknown target.
-        PlanError: no strategy divides the model and the batch, the model is a mixture of experts,
-            or it is a PyTorch model whose sizes are unknown.
-    """
-    start_time, original_program, imported = time.perf_counter(), program, None
-    program = with_native_model(program)
-    if program.model.moe is not None:
-        raise PlanError(
-            "graphtrain plan search supports only dense models, and program.model is a mixture of "
-            "experts; use graphtrain plan with a mesh and rules of your choice"
+    @classmethod
+    def of(cls, program: Program, settings: SearchSettings) -> _Task:
+        sizes = batch_sizes(program, settings)
+        capacity = usable_bytes(Target.parse(program.target), settings)
+        given = without_phases(program)
+        native = with_native_model(given)
+        imported, choices, not_tried = None, SearchOptions(), _ruled_out(given)
+        if native is not given:
+            from graphtrain.planning.imported import TorchSearch
+
+            imported = TorchSearch.of(given)
+            choices, not_tried = imported.choices, not_tried | imported.not_tried
+        choices = replace(
+            choices,
+            stages="stage" not in not_tried,
+            context="context" not in not_tried,
+            batch_sizes=sizes,
+            capacity=capacity,
         )
-    choices = SearchOptions()
-    if program is not original_program:
-        # a native model of the same sizes stands in for a PyTorch model
-        from graphtrain.planning.imported import TorchSearch
+        return cls(native, choices, not_tried, imported)
 
-        imported = TorchSearch.of(original_program)
-        choices = imported.choices
-    fitting: list[Candidate] = []
-    best_of: dict[tuple[str, str], Candidate] = {}
-    considered = 0
-    for candidate in candidates(program, choices=choices):
-        considered += 1
+
+@dataclass
+class _Tally:
+    """Candidates so far: those that fit, and by global batch the best with each choice."""
+
+    considered: int = 0
+    fitting: list[Candidate] = field(default_factory=list)
+    best_of: dict[float, dict[tuple[str, str], Candidate]] = field(default_factory=dict)
+
+    def add(self, candidate: Candidate) -> None:
+        self.considered += 1
         if candidate.memory.fits:
-            fitting.append(candidate)
+            self.fitting.append(candidate)
+        best_of = self.best_of.setdefault(candidate.relative_batch, {})
         for family in FAMILIES:
             member = family, candidate.choice(family)
             if member not in best_of or _is_better(candidate, best_of[member]):
                 best_of[member] = candidate
-    if not considered:
+
+    @property
+    def best_by_batch(self) -> tuple[Candidate, ...]:
+        """Return the best candidate with each global batch."""
+        groups = (best_of.values() for best_of in self.best_of.values())
+        return tuple(reduce(lambda a, b: b if _is_better(b, a) else a, group) for group in groups)
+
+
+def search(program: Program, keep: int = 20, settings: SearchSettings = _NO_LIMITS) -> SearchResult:
+    """Rank the strategies for a program's model, batch and target, without compiling.
+
+    Args:
+        program: the program whose strategy is varied; of a run with phases, its last part.
+        keep: number of strategies to return; of several with equal numbers, only the first.
+        settings: limits: the largest global batch, and the memory of a device.
+
+    Raises:
+        LoweringError: unknown target.
+        PlanError: no strategy divides the model and the batch, a limit is impossible, or the model
+            is imported and its sizes are unknown.
+    """
+    start_time, task, tally = time.perf_counter(), _Task.of(program, settings), _Tally()
+    for candidate in candidates(task.program, choices=task.choices):
+        tally.add(candidate)
+    if not tally.considered:
         raise PlanError(
             f"no strategy divides batch.global_batch_size = {program.batch.global_batch_size} and "
             "the model over "
             f"{program.target}; choose a batch that is a multiple of the number of devices"
         )
-    best_candidates = _folded(sorted(fitting, key=lambda candidate: candidate.rank))[:keep]
-    rejected = _rejection_reasons(program, best_candidates[0] if best_candidates else None, best_of)
-    if imported is not None:
-        rejected |= imported.not_tried
-        best_candidates = [imported.with_torch_model(candidate) for candidate in best_candidates]
+    ranked = _folded(sorted(tally.fitting, key=lambda candidate: candidate.rank))[:keep]
+    winner = ranked[0] if ranked else None
+    of_batch = tally.best_of[winner.relative_batch if winner else min(tally.best_of)]
+    rejected = rejection_reasons(task.program, winner, of_batch) | task.not_tried
+    if task.imported is not None:
+        ranked = [task.imported.with_torch_model(candidate) for candidate in ranked]
     return SearchResult(
-        tuple(best_candidates), rejected, considered, time.perf_counter() - start_time
+        ranked=tuple(ranked),
+        rejected=rejected,
+        considered=tally.considered,
+        seconds=time.perf_counter() - start_time,
+        batches=tally.best_by_batch if len(task.choices.batch_sizes) > 1 else (),
     )
+
+
+def _ruled_out(program: Program) -> dict[str, str]:
+    """Return the mesh axes with which the settings of a program cannot be used, with the reason."""
+    reasons = {}
+    for axis in ("stage", "context"):
+        batch = replace(program.batch, microbatches=1, padding_sequences=0)
+        if axis == "stage":
+            rows = 2 * batch.global_batch_size  # whatever the batch is, two microbatches of pairs
+            batch = replace(batch, global_batch_size=rows, microbatches=2)
+        try:
+            replace(program, mesh=Mesh(**{axis: 2}), batch=batch)
+        except ValueError as error:
+            reasons[axis] = f"not tried: {reason_of(error)}"
+    return reasons
 
 
 def _folded(ranked: Sequence[Candidate]) -> list[Candidate]:
@@ -107,82 +175,3 @@ def _is_better(candidate: Candidate, incumbent: Candidate) -> bool:
     if candidate.memory.fits:
         return candidate.rank < incumbent.rank
     return candidate.memory.peak < incumbent.memory.peak
-
-
-def _rejection_reasons(
-    program: Program, winner: Candidate | None, best_of: dict[tuple[str, str], Candidate]
-) -> dict[str, str]:
-    reasons = {}
-    for (family, choice), best in best_of.items():
-        if winner is None or winner.choice(family) != choice:
-            reasons[f"{family} {choice}"] = _reason(winner, best)
-    devices = next(iter(best_of.values())).mesh.devices  # the same for every candidate
-    for tensor in divisors(devices, MAX_TENSOR):
-        if size := indivisible_size(program.model, tensor):
-            reasons[f"tensor {tensor}"] = f"does not divide {size}"
-    if program.batch.seq_len < MIN_CONTEXT_PARALLEL_LENGTH:
-        reasons["context"] = (
-            f"not tried: sequences have fewer than {MIN_CONTEXT_PARALLEL_LENGTH:,} tokens"
-        )
-    return reasons
-
-
-def _reason(winner: Candidate | None, best: Candidate) -> str:
-    if best.time is None:
-        memory = best.memory
-        parts = {
-            name: getattr(memory, name)
-            for name in ("parameters", "optimizer", "gradients", "activations", "temporaries")
-        }
-        largest = max(parts, key=lambda name: parts[name])
-        return (
-            f"nothing fits: the smallest needs {memory.peak / 1e9:.1f} GB of "
-            f"{memory.capacity / 1e9:.0f} GB; largest part: {largest} {parts[largest] / 1e9:.1f} GB"
-        )
-    assert winner is not None and winner.time is not None
-    if best.rank == winner.rank:
-        return f"no difference by estimate, with {best.mesh}"
-    seconds = f"{format_seconds(best.time.total)} s per step"
-    if best.rank[0] == winner.rank[0]:
-        return f"also {seconds}, with {best.mesh}{_tie_breaker(best, winner)}"
-    times = f"{seconds} instead of {format_seconds(winner.time.total)} s, with {best.mesh}"
-    return f"{times}: {_largest_excess(best, winner.time)}"
-
-
-def _tie_breaker(best: Candidate, winner: Candidate) -> str:
-    """Describe why a candidate with the same step time ranks lower."""
-    sending, sent = best.rank[1] - winner.rank[1], best.sent_bytes - winner.sent_bytes
-    if sending > 0:
-        return f", if all communication overlaps, but it sends for {format_seconds(sending)} s more"
-    if sent > 0:
-        return f", but a device sends {sent / 1e6:,.1f} MB more"
-    return f", but it needs {(best.memory.peak - winner.memory.peak) / 1e6:,.1f} MB more"
-
-
-def _largest_excess(best: Candidate, winner_time: StepTime) -> str:
-    """Describe the part of a step whose time exceeds the winner's the most."""
-    time = best.time
-    assert time is not None
-    compute, memory, bubble = time.compute or 0.0, time.memory or 0.0, time.bubble or 0.0
-    excess = {
-        f"compute {format_seconds(compute)} s": compute - (winner_time.compute or 0.0),
-        f"memory traffic {format_seconds(memory)} s": memory - (winner_time.memory or 0.0),
-        f"pipeline bubble {format_seconds(bubble)} s": bubble - (winner_time.bubble or 0.0),
-    }
-    overlappable: dict[str, float] = {}
-    for axes, known in time.communication.items():
-        names, seconds = tuple(axes.split("+")), known or 0.0
-        if set(names) <= OVERLAPPED_AXES:
-            overlappable[axes] = seconds
-            continue
-        crosses = " across hosts" if crosses_hosts(names, best.mesh, best.program.target) else ""
-        label = f"communication over {axes}{crosses} {format_seconds(seconds)} s"
-        excess[label] = seconds - (winner_time.communication.get(axes) or 0.0)
-    exposed = sum(overlappable.values()) - (time.overlapped or 0.0)
-    if overlappable:
-        slowest = max(overlappable, key=lambda axes: overlappable[axes])
-        excess[f"communication over {slowest} without overlap {format_seconds(exposed)} s"] = (
-            exposed
-        )
-    label = max(excess, key=lambda entry: excess[entry])
-    return f"{label} of {format_seconds(time.total)} s"

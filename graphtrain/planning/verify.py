@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from graphtrain.cache import Cache
 from graphtrain.compile.tasks import Observer
-from graphtrain.planning.assess import assess_all
-from graphtrain.planning.candidates import Candidate
+from graphtrain.planning.assess import compile_each
+from graphtrain.planning.candidate import Candidate
+from sharding_rules.errors import UserError
 
 COMPILATIONS_PER_STRATEGY = (
     3  # maximum compilations per wanted strategy; more than 1 since some may not fit
@@ -24,29 +25,27 @@ def compile_best(
     """Compile candidates in parallel, best first, until `max_count` of them fit; rank these.
 
     Their memory is the compiler's, and their time is based on the compiled collectives. A candidate
-    whose compiler is missing or failed keeps its estimate. Those that do not fit come last.
+    whose compiler is missing or failed keeps its estimate, and comes after those that were
+    compiled. Those that do not fit, or that tracing refuses, come last.
     """
     assessed: list[Candidate] = []
     queue = list(candidates[: max_count * COMPILATIONS_PER_STRATEGY])
-    while (
-        queue and (missing := max_count - sum(candidate.memory.fits for candidate in assessed)) > 0
-    ):
+    while queue and (missing := max_count - sum(candidate.fits for candidate in assessed)) > 0:
         batch, queue = queue[:missing], queue[missing:]
-        programs = {
-            f"{index}: {candidate.mesh}": candidate.program
+        named = {
+            f"{index}: {candidate.mesh}": candidate
             for index, candidate in enumerate(batch, len(assessed) + 1)
         }
-        answers = assess_all(programs, cache, observe, jobs=jobs).values()
-        assessed += [
-            replace(
-                candidate,
-                memory=answer.memory,
-                time=answer.time,
-                mfu=answer.mfu,
-                sent_bytes=sum(each.wire_bytes_per_step for each in answer.collectives),
-            )
-            for candidate, answer in zip(batch, answers, strict=True)
-        ]
-    return tuple(
-        sorted(assessed, key=lambda candidate: (not candidate.memory.fits, candidate.rank))
-    )
+        programs = {name: candidate.program for name, candidate in named.items()}
+        answers = compile_each(programs, cache, observe, jobs=jobs)
+        for name, candidate in named.items():
+            answer = answers[name]
+            if isinstance(answer, UserError):
+                assessed.append(replace(candidate, refused=True, note=str(answer)))
+            else:
+                assessed.append(candidate.compiled(answer))
+    return tuple(sorted(assessed, key=_order))
+
+
+def _order(candidate: Candidate) -> tuple[object, ...]:
+    return not candidate.fits, not candidate.is_compiled, candidate.rank

@@ -47,3 +47,23 @@ def test_nothing_that_fits_is_an_exit_status(place):
         "--set", "program.model.vocab=1_000_000_000", status=4,
     )  # fmt: skip
     assert "no strategy fits" in out and "nothing fits: the smallest needs" in out
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_a_run_starts_the_winner_and_resumes_with_it(cold):
+    """From the cache alone: without a search there is no strategy, and none is guessed."""
+    searched = [*CPU, "--set", "run.steps=2", "--set", "run.search.max_global_batch_size=16"]
+    _, err = cold.command("run", "config.toml", *searched, "--search", status=3)
+    assert "no strategy has been searched for this configuration on cpu:2" in err
+    assert "graphtrain compile config.toml" in err and err.rstrip().endswith("--search")
+    _, err = cold.command("compile", "config.toml", *searched, "--search")
+    assert "strategy of a search: " in err
+    _, err = cold.command("run", "config.toml", *searched, "--search")
+    assert "strategy of the last search: " in err and "compiling" not in err
+    trained = tomllib.loads((cold.path / "run" / "config.toml").read_text())
+    (cold.cache / "v1" / "searches").rename(cold.path / "forgotten")
+    searched[searched.index("run.steps=2")] = "run.steps=3"
+    _, err = cold.command("run", "config.toml", *searched, "--search")
+    assert "strategy as in run: " in err
+    resumed = tomllib.loads((cold.path / "run" / "config.toml").read_text())
+    assert resumed["program"] == trained["program"] and resumed["run"]["steps"] == 3

@@ -38,8 +38,10 @@ _OTHERS = {
     "launch/job.py": "needs only the number of hosts; rule files may be on the cluster alone",
     "planning/candidates.py": "the given mesh and rules, which need not fit, are replaced",
     "planning/costs.py": "prices name targets, of which one with a typo would price nothing",
+    "planning/chosen.py": "the key of a search, whose mesh and rules are no part of it",
     "planning/lock.py": "an assessment, also one of another machine, names its target as text",
     "planning/reasons.py": "the rules of each strategy alone, to name the one that explains",
+    "planning/search.py": "the memory of a device of a target; the mesh and rules are chosen",
     "weights/torch_modules.py": "the host's CPU, on which weights are exported",
 }
 

@@ -40,6 +40,7 @@ from graphtrain.config.schema.run import (
     Tasks,
     Watchdog,
 )
+from graphtrain.config.schema.search import SearchSettings
 from graphtrain.config.schema.serve import Serve
 from graphtrain.config.schema.stream import StreamSettings, is_streamed
 from graphtrain.config.schema.torch_model import TorchModel, is_imported
@@ -73,6 +74,7 @@ __all__ = [
     "RopeScaling",
     "Run",
     "Samples",
+    "SearchSettings",
     "Serve",
     "Spikes",
     "StreamSettings",

@@ -141,7 +141,7 @@ class Program:
             try:
                 self.in_phase(phase)
             except ValueError as error:
-                raise PhaseError(within, f"{name}: {_reason(error)}") from None
+                raise PhaseError(within, f"{name}: {reason_of(error)}") from None
 
     def _check_native(self) -> None:
         if self.model.moe is not None and self.batch.gradient_reduction == "per_step":
@@ -188,7 +188,7 @@ class Program:
                 )
 
 
-def _reason(error: ValueError) -> str:
+def reason_of(error: ValueError) -> str:
     """Return the words of a check, without those of pydantic around them."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]

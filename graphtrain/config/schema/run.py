@@ -9,6 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from graphtrain.config.schema.checkpoints import CheckpointSettings
 from graphtrain.config.schema.learning_rate import LearningRate
+from graphtrain.config.schema.search import SearchSettings
 from graphtrain.config.schema.stream import DatasetPlace, StreamSettings, is_streamed
 from graphtrain.config.schema.types import (
     STRICT,
@@ -189,6 +190,7 @@ class Run:
     export_weights: Literal["last", "best", "averaged"] = "last"  # which weights it has
     watchdog: Watchdog = Watchdog()
     spikes: Spikes = Spikes()
+    search: SearchSettings = SearchSettings()
     samples: Samples | None = None  # unset: none
     tasks: Tasks | None = None  # unset: none
     init_from: LocalPath | None = None  # initial weights: a converted folder or a run's directory

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from graphtrain.cache import Cache
-from graphtrain.config.schema import MixtureOfExperts
 from graphtrain.errors import PlanError
 from graphtrain.planning import ranking
 from graphtrain.planning.assess import estimate
@@ -30,7 +29,8 @@ def test_every_strategy_fills_the_machine_and_is_one_of_a_kind(vary):
     kinds = {family: {one.choice(family) for one in every} for family in FAMILIES}
     assert kinds["zero"] == {"none", "1", "2"} and kinds["sequence"] == {"none", "on", "off"}
     assert kinds["remat"] == {"none", "attention", "dots", "full"}
-    assert {"1f1b x 1", "1f1b x 2", "circular x 1", "circular x 2"} <= kinds["schedule"]
+    schedules = {"1f1b x 1", "1f1b x 2", "circular x 1", "circular x 2"}
+    assert schedules | {"circular x 2, stages not recomputed"} <= kinds["schedule"]
     assert kinds["context"] == {"1"}  # short sequences stay whole
 
 
@@ -98,11 +98,11 @@ def test_a_model_that_one_device_holds_is_not_cut_by_tensor(vary):
     assert search(vary(["program.target=h100:8"]).settings).ranked[0].mesh.axes["tensor"] == 1
 
 
-def test_a_mixture_is_refused(vary):
-    program = vary([]).settings
-    mixed = replace(program, model=replace(program.model, moe=MixtureOfExperts(experts=4)))
-    with pytest.raises(PlanError, match="dense models"):
-        search(mixed)
+def test_axes_that_a_setting_rules_out_are_not_tried_and_say_so(vary):
+    program = vary(["program.target=h100:8", "program.model.mtp_loss_weight=0.1"]).settings
+    found = search(program)
+    assert "mtp_loss_weight cannot be used with mesh.stage" in found.rejected["stage"]
+    assert {one.mesh.axes["stage"] for one in found.ranked} == {1}
 
 
 def test_the_search_imports_no_jax():
@@ -116,7 +116,7 @@ def compiled(monkeypatch):
     """The programs that verify would compile; the compiler's peak is what `peaks` says of them."""
     asked, peaks = [], {}
 
-    def assess_all(programs, cache, observe, *, jobs):
+    def compile_each(programs, cache, observe, *, jobs):
         asked.append(list(programs))
         answers = {}
         for label, program in programs.items():
@@ -126,7 +126,7 @@ def compiled(monkeypatch):
             answers[label] = replace(guess, memory=memory)
         return answers
 
-    monkeypatch.setattr("graphtrain.planning.verify.assess_all", assess_all)
+    monkeypatch.setattr("graphtrain.planning.verify.compile_each", compile_each)
     return asked, peaks
 
 

@@ -1,0 +1,92 @@
+"""The winner of a search, in the cache."""
+
+from dataclasses import replace
+
+import pytest
+
+from graphtrain.cache import Cache
+from graphtrain.cache.programs import CacheWarning
+from graphtrain.config import load_config
+from graphtrain.config.schema import Batch, Config, Mesh, SearchSettings
+from graphtrain.errors import PlanError
+from graphtrain.planning.chosen import remember, remembered, strategy_of, with_strategy
+
+TEXT = """
+[program]
+target = "cpu:4"
+model = { layers = 4, embed = 64, heads = 4, mlp = 128, vocab = 256 }
+batch = { global_batch_size = 8, seq_len = 64 }
+[run]
+directory = "run"
+steps = 1
+data = { train = "data" }
+"""
+
+
+@pytest.fixture
+def config() -> Config:
+    return load_config(TEXT)
+
+
+@pytest.fixture
+def chosen(config: Config) -> Config:
+    """The configuration with another strategy."""
+    program = config.program
+    batch = replace(program.batch, microbatches=2)
+    return replace(config, program=replace(program, mesh=Mesh(fsdp=2, tensor=2), batch=batch))
+
+
+def test_a_strategy_is_found_again_whatever_the_own_one_is(config, chosen, tmp_path):
+    cache = Cache(tmp_path)
+    assert remembered(cache, config) is None
+    remember(cache, config, chosen.program)
+    found = remembered(cache, config)
+    assert found is not None and found.program == chosen.program
+    assert remembered(cache, chosen) == chosen  # its own strategy is no part of the key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "program.model.mlp=256",
+        "program.batch.global_batch_size=16",
+        "program.target=cpu:8",
+        "run.search.memory_fraction=0.5",
+        "program.optimizer.kind=muon",
+    ],
+)
+def test_what_is_given_to_a_search_is_its_key(config, chosen, tmp_path, change):
+    cache = Cache(tmp_path)
+    remember(cache, config, chosen.program)
+    assert remembered(cache, load_config(TEXT, [change])) is None
+
+
+def test_a_damaged_strategy_is_none(config, chosen, tmp_path):
+    cache = Cache(tmp_path)
+    remember(cache, config, chosen.program)
+    (file,) = (tmp_path / "v1" / "searches").iterdir()
+    file.write_text(file.read_text().replace('"microbatches": 2', '"microbatches": 4'))
+    with pytest.warns(CacheWarning, match="digest"):
+        assert remembered(cache, config) is None
+
+
+def test_a_strategy_that_does_not_suit_is_an_error(config, chosen):
+    strategy = strategy_of(chosen.program) | {"microbatches": 3}
+    with pytest.raises(PlanError, match=r"does not suit .*not a multiple of microbatches = 3"):
+        with_strategy(config, strategy)
+
+
+def test_limits_are_settings_with_a_range():
+    with pytest.raises(ValueError, match="less than or equal to 1"):
+        SearchSettings(memory_fraction=1.5)
+    with pytest.raises(ValueError, match="greater than 0"):
+        SearchSettings(device_memory_gb=0.0)
+
+
+def test_another_batch_is_said_with_its_steps():
+    from graphtrain.planning.ranking import batch_change
+
+    before = Batch(global_batch_size=8, seq_len=64)
+    assert batch_change(before, replace(before, microbatches=2), 10) == ""
+    said = batch_change(before, replace(before, global_batch_size=16), 10)
+    assert "run.steps = 10 steps train 10,240 tokens in place of 5,120 (5 steps train" in said

@@ -1,0 +1,113 @@
+"""Searches of mixtures, adapters and offload, of several batches, and for less memory."""
+
+from dataclasses import replace
+
+import pytest
+
+from graphtrain.config.schema import Adapter, Batch, MixtureOfExperts, Model, Program
+from graphtrain.config.schema import SearchSettings as Limits
+from graphtrain.errors import PlanError
+from graphtrain.planning.candidates import candidates
+from graphtrain.planning.search import search
+
+MODEL = Model(layers=2, embed=64, heads=4, kv_heads=2, mlp=128, vocab=256)
+PROGRAM = Program(target="h100:4", model=MODEL, batch=Batch(global_batch_size=4, seq_len=64))
+
+
+def mixture(**settings) -> Program:
+    moe = MixtureOfExperts(experts=4, experts_per_token=2, **settings)
+    return replace(PROGRAM, model=replace(MODEL, moe=moe))
+
+
+@pytest.mark.parametrize("capacity", [None, 1.25])
+def test_the_experts_of_a_mixture_are_split_with_every_other_axis(capacity):
+    meshes = {str(one.mesh) for one in candidates(mixture(capacity_factor=capacity))}
+    assert {"expert 4", "fsdp 2 x expert 2", "data 2 x expert 2", "expert 2 x tensor 2"} <= meshes
+    assert {"stage 2 x expert 2", "data 4", "fsdp 4"} <= meshes
+
+
+def test_the_best_with_each_number_of_experts_is_compared_with_the_winner():
+    found = search(mixture())
+    winner = found.ranked[0].choice("expert")
+    others = {f"expert {size}" for size in (1, 2, 4)} - {f"expert {winner}"}
+    assert others <= set(found.rejected)
+
+
+def test_a_dropless_mixture_has_the_rows_of_all_tokens_that_its_devices_share():
+    def peak(**mesh):
+        (one,) = (
+            each
+            for each in candidates(big)
+            if each.mesh.axes | mesh == each.mesh.axes
+            and each.program.model.remat == "dots"
+            and each.program.batch.microbatches == 1
+            and each.choice("zero") == "none"
+        )
+        return one.memory.activations
+
+    moe = MixtureOfExperts(experts=4, experts_per_token=2)
+    big = Program(
+        target="h100:4",
+        model=Model(layers=2, embed=1024, heads=8, mlp=2048, vocab=1000, moe=moe),
+        batch=Batch(global_batch_size=4, seq_len=2048),
+    )
+    assert peak(expert=4) > 2 * peak(fsdp=4)
+    capped = replace(moe, capacity_factor=1.25)
+    big = replace(big, model=replace(big.model, moe=capped))
+    assert peak(expert=4) == peak(fsdp=4)
+
+
+def test_an_adapter_stays_that_of_the_configuration():
+    adapter = Adapter(rank=4, alpha=8.0, base_dtype="nf4")
+    best = search(replace(mixture(), adapter=adapter)).ranked[0]
+    assert best.program.adapter == adapter and best.memory.frozen > best.memory.parameters
+
+
+def test_larger_batches_are_compared_by_the_time_of_a_token():
+    found = search(PROGRAM, settings=Limits(max_global_batch_size=24))
+    by_batch = {one.program.batch.global_batch_size: one for one in found.batches}
+    assert sorted(by_batch) == [4, 8, 16, 24]
+    rates = {size: one.tokens_per_second for size, one in by_batch.items()}
+    best = found.ranked[0]
+    assert best.tokens_per_second == pytest.approx(max(rates.values()), rel=0.006)
+    assert all(
+        rates[size] < max(rates.values()) * 0.9999
+        for size in rates
+        if size < best.program.batch.global_batch_size
+    )
+
+
+def test_one_batch_is_that_of_the_configuration():
+    found = search(PROGRAM)
+    assert found.batches == ()
+    assert {one.program.batch.global_batch_size for one in found.ranked} == {4}
+
+
+@pytest.mark.parametrize(
+    "limits, message",
+    [
+        (Limits(max_global_batch_size=3), r"= 3 is less than .*global_batch_size = 4"),
+        (Limits(device_memory_gb=81.0), r"= 81 is more than a device of h100:4 has, 80 GB"),
+    ],
+)
+def test_impossible_limits_are_errors(limits, message):
+    with pytest.raises(PlanError, match=message):
+        search(PROGRAM, settings=limits)
+
+
+def test_phases_have_batches_of_their_own(vary):
+    changes = ["run.steps=9", "program.phase=[{until=5, global_batch_size=8}]"]
+    phased = vary(changes).run_settings
+    with pytest.raises(PlanError, match=r"program\.phase"):
+        search(phased, settings=Limits(max_global_batch_size=32))
+
+
+def test_the_memory_of_a_device_is_a_limit():
+    free = search(PROGRAM).ranked[0].memory.peak / 1e9
+    whole = {one.memory.capacity for one in search(PROGRAM).ranked}
+    assert whole == {72_000_000_000}  # 90 % of 80 GB, the pool of JAX's allocator
+    half = search(PROGRAM, settings=Limits(device_memory_gb=free, memory_fraction=0.9))
+    assert {one.memory.capacity for one in half.ranked} <= {int(free * 0.9 * 1e9)}
+    assert all(one.memory.peak <= free * 0.9e9 for one in half.ranked)
+    nothing = search(PROGRAM, settings=Limits(device_memory_gb=1e-6))
+    assert nothing.ranked == () and "nothing fits" in nothing.rejected["tensor 1"]
