@@ -1,12 +1,28 @@
 """Machines of the user's file: new ones, and other numbers of known ones."""
 
+from pathlib import Path
+
 import pytest
 
+from graphtrain.config import load_config
+from graphtrain.launch.job import make_job
+from graphtrain.launch.kubernetes import job_set
 from graphtrain.planning.formats import machine_lines
 from lowering.errors import LoweringError
 from lowering.machine.machine_tables import built_in, machines
 from lowering.machine.target import Target
 
+CONFIG = """
+[program]
+target = "cpu:1"
+model = { layers = 2, embed = 64, heads = 4, mlp = 128, vocab = 256 }
+batch = { global_batch_size = 8, seq_len = 128 }
+
+[run]
+directory = "run"
+steps = 1
+data = { train = "data" }
+"""
 NEW = """
 [mybox]
 platform = "cuda"
@@ -146,3 +162,12 @@ def test_a_plan_says_which_numbers_are_of_the_file(write):
     assert machine_lines(Target.parse("h100:8")) == []
     write("[h100]\nmemory = 94e9\nlink = 8e11\n")
     assert machine_lines(Target.parse("h100:8")) == ["h100 as in targets.toml: memory, link"]
+
+
+def test_pods_of_a_run_see_the_file_that_the_variable_names(write, tmp_path, monkeypatch):
+    write(CONFIG, "config.toml")
+    job = make_job(load_config(Path("config.toml")), ["config.toml"], Path("cache"), 1)
+    assert "GRAPHTRAIN_TARGETS" not in job_set(job, image="image", claim="disk")
+    monkeypatch.setenv("GRAPHTRAIN_TARGETS", "mine.toml")
+    manifest = job_set(job, image="image", claim="disk")
+    assert manifest.count(f"value: {tmp_path}/mine.toml") == 2  # compile and run
