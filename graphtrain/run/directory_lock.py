@@ -38,8 +38,8 @@ def locked_run_directory(directory: Path, pace: LeaseTiming = DEFAULT_TIMING) ->
         is_owner = lease.acquire_unless_alive(lambda owner: _say_wait(directory, owner, pace))
     if not is_owner:
         raise TrainingError(
-            f"another process is training into {directory}: {lease.owner()}; end it, or choose "
-            f"another directory with --set run.directory=DIR; if it is not running, remove {path}"
+            f"another process is training into {directory}: {lease.owner()}; wait for its end, or "
+            f"set run.directory to another location; if it is not running, remove {path}"
         )
     try:
         yield

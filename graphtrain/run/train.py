@@ -292,7 +292,7 @@ def _train_until_rewound(
             if is_rank_zero
             else partial(_discard_journal, uploads, start)
         )
-        profiler = Profiler(directory, run.profile, program.target.platform)
+        profiler = Profiler(directory, run.profile, program.target.platform, run.steps)
         stack.enter_context(profiler.on_signal())
         loop = TrainingLoop(
             run,

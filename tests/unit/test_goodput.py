@@ -175,6 +175,17 @@ def test_the_command_prints_a_table_json_and_a_page(tmp_path):
     assert "exists already" in graphtrain("goodput", tmp_path, "--html", page).err
 
 
+def test_a_line_of_a_time_to_come_is_damaged(tmp_path):
+    written = killed_once().text()
+    (tmp_path / NAME).write_text(written)
+    whole = read_goodput(tmp_path)
+    later = json.loads(written.splitlines()[-1]) | {"at": time.time() + 4e9}
+    (tmp_path / NAME).write_text(f"{written}\n{json.dumps(later)}\n")
+    damaged = read_goodput(tmp_path)
+    assert damaged.wall_seconds == whole.wall_seconds
+    assert damaged.damaged_lines == whole.damaged_lines + 1
+
+
 def test_without_records_it_says_who_writes_them(tmp_path):
     with pytest.raises(TrainingError, match="graphtrain run writes it when the first step"):
         read_goodput(tmp_path)

@@ -107,7 +107,7 @@ def test_without_flock_a_living_owner_is_named_with_its_age(tmp_path, hold, no_f
         pytest.raises(
             TrainingError,
             match=rf"process {owner.pid} on {os.uname().nodename}, since .*, last heartbeat \d+ s "
-            rf"ago; .*run.directory=DIR; .*remove {tmp_path}/run/.lease",
+            rf"ago; .*set run.directory to another .*remove {tmp_path}/run/.lease",
         ),
         lock(tmp_path / "run"),
     ):

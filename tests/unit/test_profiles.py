@@ -58,6 +58,12 @@ def test_only_the_steps_that_are_named_or_asked_for_are_due(tmp_path):
     assert not Profiler(tmp_path, None, "cpu").is_due(1)
 
 
+def test_steps_that_a_run_does_not_reach_are_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match='"50:60" begins after the last step, 20'):
+        Profiler(tmp_path, "50:60", "cpu", 20)
+    Profiler(tmp_path, "20:60", "cpu", 20)
+
+
 def test_a_target_that_the_profiler_does_not_see_is_a_warning(tmp_path):
     profiler = Profiler(tmp_path, "2:3", "neuron")
     with pytest.warns(UserWarning, match="does not see programs of neuron"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from sharding_rules.documents import DocumentError, read_bytes
 
 _MAX_BYTES = 4 << 30  # a line has some 130 bytes
 _MAX_TIME = 1e11  # Unix time; some year that no run reaches
+_CLOCKS_DIFFER = 86400.0  # seconds by which a host's clock may be ahead
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def read_processes(directory: Path) -> Records:
     except (OSError, DocumentError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise TrainingError(f"{path}: cannot be read: {reason}") from None
-    records = parse(content)
+    records = parse(content, time.time() + _CLOCKS_DIFFER)
     if not any(one.started_at is not None for one in records.processes):
         damaged = counted(records.damaged_lines, "damaged line")
         raise TrainingError(
@@ -88,27 +90,27 @@ def read_processes(directory: Path) -> Records:
     return records
 
 
-def parse(content: bytes) -> Records:
-    """Parse the content of goodput.jsonl."""
+def parse(content: bytes, latest: float = _MAX_TIME) -> Records:
+    """Parse the content of goodput.jsonl, whose lines are not later than a Unix time."""
     processes: dict[str, ProcessRecord] = {}
     damaged = 0
     for line in content.splitlines():
         if not line:
             continue
         try:
-            _add(processes, json.loads(line))
+            _add(processes, json.loads(line), latest)
         except (ValueError, TypeError, KeyError, RecursionError):
             damaged += 1
     return Records(sorted(processes.values(), key=lambda one: one.began_at), damaged)
 
 
-def _add(processes: dict[str, ProcessRecord], line: Mapping[str, Any]) -> None:
+def _add(processes: dict[str, ProcessRecord], line: Mapping[str, Any], latest: float) -> None:
     """Add a line to its process.
 
     Raises:
         ValueError, TypeError, KeyError: it is no line that a timeline writes.
     """
-    name, at = _text(line["process"]), _number(line["at"], _MAX_TIME)
+    name, at = _text(line["process"]), _number(line["at"], latest)
     if "activity" in line:
         interval = _interval(line, at)
         process = processes.setdefault(name, ProcessRecord(name))

@@ -30,16 +30,24 @@ class Profiler:
     it is a warning.
     """
 
-    def __init__(self, directory: Path, steps: str | None, platform: str) -> None:
-        """Prepare to trace.
+    def __init__(
+        self, directory: Path, steps: str | None, platform: str, last_step: int | None = None
+    ) -> None:
+        """Prepare to trace; warn of steps that the run does not reach.
 
         Args:
             directory: Directory of the run.
             steps: Value of run.profile.
             platform: Platform of the target.
+            last_step: Last step of the run; None: not known.
         """
         self._directory, self._platform = directory, platform
         self._planned = None if steps is None else tuple(map(int, steps.split(":")))
+        if self._planned and last_step is not None and self._planned[0] > last_step:
+            warnings.warn(
+                f'no profile: run.profile = "{steps}" begins after the last step, {last_step}',
+                stacklevel=1,
+            )
         self._first = self._last = 0  # of the profile that is being captured
         self._requested = False
         self._path: Path | None = None  # of the profile that is being captured
