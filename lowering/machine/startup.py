@@ -122,6 +122,10 @@ class MemoryPrefault:
         self._prefaulted, self._stopped = 0, False
         self._thread = threading.Thread(target=self._prefault, args=(size,), daemon=True)
         if size and host.retains_freed_memory() and host.usable_cores() > 1 and _has_one_node():
+            self._library = _libc()
+            # Here, in the arena of the main thread. The other one might get the arena of a thread
+            # that has ended, from which malloc maps such a size by itself, and free unmaps it.
+            self._address = self._library.malloc(size)
             self._thread.start()
 
     def stop(self) -> int:
@@ -132,8 +136,7 @@ class MemoryPrefault:
         return self._prefaulted
 
     def _prefault(self, size: int) -> None:
-        library = _libc()
-        address = library.malloc(size)
+        library, address = self._library, self._address
         while address and not self._stopped and self._prefaulted < size:
             chunk_size = min(_MEMSET_BYTES, size - self._prefaulted)
             library.memset(address + self._prefaulted, 0, chunk_size)

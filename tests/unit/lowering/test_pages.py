@@ -28,11 +28,16 @@ print(faults[2] - faults[1])
 """
 
 # The pages of what is allocated after are there already; a stop in between leaves what there is.
+# Two threads have ended before, as those that verify a checkpoint: malloc has an arena for each.
 AHEAD = """
 import resource, sys, threading
+from concurrent.futures import ThreadPoolExecutor
 from lowering.machine import host
 from lowering.machine.startup import MemoryPrefault
 
+both = threading.Barrier(2)
+with ThreadPoolExecutor(2) as pool:
+    list(pool.map(lambda _: both.wait() and bytearray(100_000), range(2)))
 host.usable_cores = lambda: 2
 if sys.argv[1] == "kept":
     host.retain_freed_memory()
