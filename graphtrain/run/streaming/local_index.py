@@ -61,8 +61,14 @@ def remote_description(store: ObjectStore, url: str) -> tuple[bytes, DatasetDesc
         )
     with tempfile.TemporaryDirectory(prefix="graphtrain-description-") as temporary:
         prefix = Path(temporary, _name(url))
-        prefix.with_name(f"{prefix.name}.json").write_bytes(content)
-        description = read_description(prefix)
+        path = prefix.with_name(f"{prefix.name}.json")
+        path.write_bytes(content)
+        try:
+            description = read_description(prefix)
+        except DataError as error:
+            raise DataError(
+                f"{str(error).replace(str(path), f'{url}.json')}, or upload its directory again"
+            ) from None
     assert description is not None
     if description.blocks is None or description.digests is None:
         raise DataError(

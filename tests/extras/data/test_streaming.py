@@ -269,6 +269,9 @@ def test_what_cannot_be_streamed_says_so(prepared, stored, tmp_path):
         store.put("train.json", json.dumps(fields).encode())
         with pytest.raises(DataError, match=says):
             opening.open_streams(data)
+    store.put("train.json", original.replace(b":", b";", 1))
+    with pytest.raises(DataError, match=r"s3://.*/train\.json: not the description .*upload its"):
+        opening.open_streams(data)
     store.put("train.json", original)
     store.put("train.idx", (prepared / "train.idx").read_bytes()[:-8] + bytes(8))
     with pytest.raises(DataError, match=r"train\.idx: its digest differs"):
