@@ -50,11 +50,6 @@ def test_steps_that_are_no_range_are_refused(steps):
         Run(directory="run", steps=4, data=Data(train="data/train"), profile=steps)
 
 
-def test_a_profile_that_begins_after_the_last_step_is_refused():
-    with pytest.raises(ValueError, match=r'profile = "5:8" begins after the last step, steps = 4'):
-        Run(directory="run", steps=4, data=Data(train="data/train"), profile="5:8")
-
-
 def test_only_the_steps_that_are_named_or_asked_for_are_due(tmp_path):
     profiler = Profiler(tmp_path, "7:8", "cpu")
     assert [step for step in range(1, 12) if profiler.is_due(step)] == [7]

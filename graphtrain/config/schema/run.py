@@ -213,10 +213,6 @@ class Run:
         self._check_learning_rate()
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError(f"trackers = {list(self.trackers)} names one twice")
-        if self.profile is not None and int(self.profile.partition(":")[0]) > self.steps:
-            raise ValueError(
-                f'profile = "{self.profile}" begins after the last step, steps = {self.steps}'
-            )
         if self.export_weights != "last" and self.export is None:
             raise ValueError("export_weights needs export, which is not set")
         if self.export_weights == "best" and not self.checkpoints.keep_best:
