@@ -147,6 +147,115 @@ def graphtrain_to_hf(
     _print_summary(summary, destination, as_json)
 
 
+@command.command("graphtrain-to-megatron")
+@click.argument("source", type=RunPath())
+@click.argument("destination", type=_DIRECTORY)
+@step_option
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["torch-dist", "ranks"]),
+    default="torch-dist",
+    show_default=True,
+    help="torch-dist: megatron-core loads it on any number of ranks. ranks: a directory "
+    "mp_rank_XX for each rank.",
+)
+@click.option(
+    "--tensor", type=click.IntRange(1), default=1, show_default=True, help="Tensor ranks."
+)
+@click.option(
+    "--pipeline", type=click.IntRange(1), default=1, show_default=True, help="Pipeline ranks."
+)
+@click.option(
+    "--virtual",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Chunks of layers of each pipeline rank (virtual pipeline).",
+)
+@click.option(
+    "--expert", type=click.IntRange(1), default=1, show_default=True, help="Expert ranks."
+)
+@click.option(
+    "--layers",
+    metavar="N,N,...",
+    help="Layers of each pipeline rank, or chunk, in the order of the model. [default: equally "
+    "many]",
+)
+@click.option(
+    "--layer-names",
+    type=click.Choice(["local", "transformer_engine"]),
+    default="local",
+    show_default=True,
+    help="Layers of megatron-core whose names mp_rank_XX directories have (its "
+    "--transformer-impl); torch-dist serves both.",
+)
+@click.option(
+    "--vocab-multiple",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Pad the vocabulary to a multiple of this number times the tensor ranks, as Megatron-LM "
+    "does (--make-vocab-size-divisible-by).",
+)
+@click.option(
+    "--averaged",
+    is_flag=True,
+    help="Write the moving average of the weights (program.optimizer.ema_decay).",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Data type of the written weights. [default: that of the initial weights; float32 for "
+    "models trained from scratch]",
+)
+@json_option
+def graphtrain_to_megatron(
+    source: Path,
+    destination: Path,
+    step: StepName,
+    kind: Any,
+    tensor: int,
+    pipeline: int,
+    virtual: int,
+    expert: int,
+    layers: str | None,
+    layer_names: Any,
+    vocab_multiple: int,
+    averaged: bool,
+    dtype: str | None,
+    as_json: bool,
+) -> None:
+    """Convert SOURCE to DESTINATION, a checkpoint that Megatron-LM loads (--load).
+
+    SOURCE is a run (its directory, project or configuration), or converted weights. A trained LoRA
+    adapter is merged into the weights. Optimizer state is not written.
+    """
+    from graphtrain.checkpoints.pruned import read_checkpoint
+    from graphtrain.checkpoints.steps import named_step
+    from graphtrain.weights.megatron.export import MegatronForm, to_megatron
+    from graphtrain.weights.megatron.layout import RankLayout
+
+    layout = RankLayout(tensor, pipeline, expert, virtual, _layer_counts(layers))
+    form = MegatronForm(kind, layout, layer_names, vocab_multiple, dtype)
+    directory, chosen = source / "checkpoints", named_step(source / "checkpoints", step)
+    with _progress() as show:
+        _, summary = read_checkpoint(
+            directory,
+            chosen,
+            lambda step: to_megatron(source, destination, show, form, step, averaged=averaged),
+        )
+    _print_summary(summary, destination, as_json)
+
+
+def _layer_counts(text: str | None) -> tuple[int, ...]:
+    """Return the numbers of layers in --layers."""
+    counts = [] if text is None else text.split(",")
+    if not all(count.isascii() and count.isdigit() and len(count) < 6 for count in counts):
+        raise click.UsageError(f"--layers {text}: write numbers with commas, for example 6,10,8")
+    return tuple(int(count) for count in counts)
+
+
 @command.command("reshard")
 @click.argument("source", type=RunPath())
 @click.argument("destination", type=_DIRECTORY)

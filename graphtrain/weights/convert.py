@@ -168,7 +168,9 @@ def export_hugging_face(
     default_dtype = np.dtype(_config_dtype(config))
     arrays = {}
     for layer_weights in all_layer_weights:
-        dtype = _exported_dtype(layer_weights.row.paths[0], weights, files, default_dtype)
+        dtype = exported_dtype(
+            layer_weights.row.paths[0], weights, files.numpy_dtype, default_dtype
+        )
         for name, shape in _shapes(layer_weights, model):
             arrays[name] = dtype, shape
     with create_directory(destination) as directory:
@@ -177,7 +179,7 @@ def export_hugging_face(
             progress(num_done, len(all_layer_weights))
             padded_arrays = weights.read(layer_weights.row.paths, layer_weights.layer)
             unpadded_arrays = [
-                _remove_padding(path, array, model)
+                remove_padding(path, array, model)
                 for path, array in zip(layer_weights.row.paths, padded_arrays, strict=True)
             ]
             for name, tensor in to_hugging_face(layer_weights, unpadded_arrays, model):
@@ -195,8 +197,8 @@ def export_hugging_face(
     return summarize(family, model, arrays)
 
 
-def _exported_dtype(
-    path: str, weights: WeightSource, files: ExportedFiles, default: np.dtype
+def exported_dtype(
+    path: str, weights: WeightSource, chosen: np.dtype | None, default: np.dtype
 ) -> np.dtype:
     """Return the dtype of an exported array.
 
@@ -205,8 +207,8 @@ def _exported_dtype(
     """
     stored = weights.dtype(path)
     if parameter_arrays(weights.model)[path].role == "buffer":
-        return stored if stored and files.dtype is None else np.dtype("float32")
-    return files.numpy_dtype or stored or default
+        return stored if stored and chosen is None else np.dtype("float32")
+    return chosen or stored or default
 
 
 def _family_of(model: Model) -> Family:
@@ -368,7 +370,7 @@ def with_unpadded_vocab(model: Model, config: dict[str, Any] | None) -> Model:
     return replace(model, vocab=min(vocab, tokens), vocab_padding=None)
 
 
-def _remove_padding(path: str, array: np.ndarray, model: Model) -> np.ndarray:
+def remove_padding(path: str, array: np.ndarray, model: Model) -> np.ndarray:
     """Return the array without rows of vocabulary padding."""
     return array[tuple(slice(size) for size in array_shape(path, model))]
 

@@ -192,6 +192,15 @@ def as_numpy(tensor: Any, dtype: np.dtype) -> np.ndarray:
     return bits.numpy().view(dtype)
 
 
+def as_torch(array: np.ndarray) -> Any:
+    """Return a PyTorch tensor with the memory of an array, whose dtype may be bfloat16."""
+    import torch
+
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
 def numpy_dtype_of(name: str, kind: str) -> np.dtype:
     """Return the NumPy dtype for PyTorch's name of a dtype.
 

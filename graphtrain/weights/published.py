@@ -17,7 +17,7 @@ import torch
 from transformers import conversion_mapping, core_model_loading
 
 from graphtrain.errors import WeightsError
-from graphtrain.weights.files import SafetensorsFiles, WeightFiles, as_numpy
+from graphtrain.weights.files import SafetensorsFiles, WeightFiles, as_numpy, as_torch
 
 Index = tuple[slice, ...]
 Reader = Callable[[str], torch.Tensor]
@@ -102,7 +102,7 @@ class PublishedFiles:
         return as_numpy(tensor, np.dtype(np.float32)).copy()
 
     def _tensor(self, name: str) -> torch.Tensor:
-        return _as_torch(self._files.read(name))
+        return as_torch(self._files.read(name))
 
 
 def saved_conversions(module: Any, names: Iterable[str]) -> list[Conversion]:
@@ -204,12 +204,6 @@ class _explained:
             ) from error
 
 
-def _as_torch(array: np.ndarray) -> torch.Tensor:
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
 class SavedTensors:
     """Tensors of a module, converted to the published form as soon as all parts of one are there.
 
@@ -236,5 +230,5 @@ class SavedTensors:
         self._waiting[name] = array
         if conversion.sources.keys() <= self._waiting.keys():
             parts = {source: self._waiting.pop(source) for source in conversion.sources}
-            for published, tensor in conversion.results(lambda n: _as_torch(parts[n])).items():
+            for published, tensor in conversion.results(lambda n: as_torch(parts[n])).items():
                 yield published, as_numpy(tensor, array.dtype)

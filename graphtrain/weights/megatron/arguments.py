@@ -107,10 +107,6 @@ def _mlp(arguments: Arguments) -> dict[str, Any]:
     if not arguments.get("num_experts"):
         return settings
     shared = arguments.get("moe_shared_expert_intermediate_size")
-    if shared and not arguments.get("moe_shared_expert_gate"):
-        raise WeightsError(
-            "the checkpoint's args: a shared expert without moe_shared_expert_gate is not supported"
-        )
     settings["mlp"] = arguments.get("moe_ffn_hidden_size") or settings["mlp"]
     settings["moe"] = MixtureOfExperts(
         experts=arguments["num_experts"],
@@ -118,6 +114,7 @@ def _mlp(arguments: Arguments) -> dict[str, Any]:
         # A softmax over the chosen experts equals a normalised softmax over all experts.
         normalize_topk=not arguments.get("moe_router_pre_softmax", False),
         shared_expert_mlp=shared or None,
+        shared_expert_gate=bool(arguments.get("moe_shared_expert_gate", False)) or not shared,
     )
     return settings
 

@@ -77,13 +77,13 @@ class RankFoldersCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         array = self._arrays[name]
-        shape, axis = list(array.shape), _axis(name)
+        shape, axis = list(array.shape), shard_axis(name)
         if axis is not None:
             shape[axis] *= len(array.paths)
         return tuple(shape)
 
     def read(self, name: str) -> np.ndarray:
-        array, axis, dtype = self._arrays[name], _axis(name), self.dtype(name)
+        array, axis, dtype = self._arrays[name], shard_axis(name), self.dtype(name)
         if axis is None or len(array.paths) == 1:
             return self._part(name, array.paths[0]).copy()
         result = np.empty(self.shape(name), dtype)
@@ -112,7 +112,7 @@ class RankFoldersCheckpoint:
         return as_numpy(tensor, self.dtype(name))
 
 
-def _axis(name: str) -> int | None:
+def shard_axis(name: str) -> int | None:
     """Return the axis along which tensor ranks shard an array; None if it is replicated."""
     if _SHARDED_ON_AXIS_0.fullmatch(name):
         return 0

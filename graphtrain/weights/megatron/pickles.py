@@ -77,9 +77,22 @@ def load_tensor(path: Path, offset: int, length: int) -> Any:
     return _load(path, load)
 
 
-def _load(path: Path, load: Callable[[Any], Any], globals_path: Path | None = None) -> Any:
-    with optional_import(f"{path}: a checkpoint of Megatron-LM", "bin"):
+def import_torch(purpose: str) -> Any:
+    """Import PyTorch.
+
+    Args:
+        purpose: What needs it, as the beginning of a sentence.
+
+    Raises:
+        MissingExtra: it is not installed.
+    """
+    with optional_import(purpose, "bin"):
         import torch
+    return torch
+
+
+def _load(path: Path, load: Callable[[Any], Any], globals_path: Path | None = None) -> Any:
+    torch = import_torch(f"{path}: a checkpoint of Megatron-LM")
     serialization = torch.serialization
     try:
         global_names = (

@@ -23,6 +23,15 @@ def _split_qkv(slots: np.ndarray, model: Model) -> list[np.ndarray]:
     return [query, slots[-2], slots[-1]]
 
 
+def _merge_qkv(arrays: Sequence[np.ndarray], model: Model) -> np.ndarray:
+    """Pack query heads, keys and values into the slots of their groups; inverse of _split_qkv."""
+    query, key, value = arrays
+    groups = rearrange(
+        query, "... (kv_heads group) d -> group ... kv_heads d", kv_heads=model.kv_heads
+    )
+    return np.concatenate([groups, key[None], value[None]])
+
+
 def _norm(name: str, path: str) -> tuple[WeightMapping, WeightMapping]:
     return WeightMapping(f"{name}.weight", (f"{path}/scale",)), WeightMapping(
         f"{name}.bias", (f"{path}/bias",)
@@ -48,6 +57,7 @@ def megatron_family(model: Model) -> Family:
     up_paths = [f"layers/mlp/{name}" for name in names]
     if model.moe is None:
         mlp = (
+            *_FUSED_ROWS,
             *_up_projection_rows(f"{_MLP}.linear_fc1", up_paths),
             WeightMapping(f"{_MLP}.linear_fc2.weight", ("layers/mlp/down",), DOWN_PROJECTION),
             WeightMapping(f"{_MLP}.linear_fc2.bias", ("layers/mlp/down_bias",)),
@@ -73,6 +83,12 @@ def megatron_family(model: Model) -> Family:
     return Family("megatron", "GPTModel", (), (*_NON_LAYER_ROWS, *_ATTENTION_ROWS, *mlp))
 
 
+_FUSED_ROWS = (  # of models with fused_gate_up
+    WeightMapping(
+        f"{_MLP}.linear_fc1.weight", ("layers/mlp/gate_up",), "(two mlp) embed -> embed two mlp"
+    ),
+    WeightMapping(f"{_MLP}.linear_fc1.bias", ("layers/mlp/gate_up_bias",), "(two mlp) -> two mlp"),
+)
 _NON_LAYER_ROWS = (
     WeightMapping("embedding.word_embeddings.weight", ("embedding/tokens",)),
     WeightMapping("embedding.position_embeddings.weight", ("embedding/positions",)),
@@ -89,12 +105,14 @@ _ATTENTION_ROWS = (
         _QKV,
         "(kv_heads slots head_dim) embed -> slots embed kv_heads head_dim",
         _split_qkv,
+        _merge_qkv,
     ),
     WeightMapping(
         f"{_ATTENTION}.linear_qkv.bias",
         tuple(f"{path}_bias" for path in _QKV),
         "(kv_heads slots head_dim) -> slots kv_heads head_dim",
         _split_qkv,
+        _merge_qkv,
     ),
     WeightMapping(f"{_ATTENTION}.linear_proj.weight", ("layers/attention/output",), OUTPUT_PATTERN),
     WeightMapping(f"{_ATTENTION}.linear_proj.bias", ("layers/attention/output_bias",)),

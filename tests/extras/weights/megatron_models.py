@@ -66,7 +66,14 @@ CASES = {
 }
 
 
-def configure(told: dict, tensor: int, pipeline: int, chunks: int | None, experts: int):
+def configure(
+    told: dict,
+    tensor: int,
+    pipeline: int,
+    chunks: int | None,
+    experts: int,
+    layout: str | None = None,
+):
     """The settings of megatron-core, as Megatron-LM takes them from its arguments."""
     gated = told["swiglu"]
     groups = told["num_query_groups"] if told["group_query_attention"] else None
@@ -100,13 +107,14 @@ def configure(told: dict, tensor: int, pipeline: int, chunks: int | None, expert
         virtual_pipeline_model_parallel_size=chunks,
         expert_model_parallel_size=experts,
         pipeline_dtype=torch.float32,
+        pipeline_model_parallel_layout=layout,
         **extra,
     )
 
 
-def build(told: dict, ranks: tuple) -> list[GPTModel]:
-    """The chunks of this rank."""
-    config = configure(told, *ranks)
+def build(told: dict, ranks: tuple, layout: str | None = None) -> list[GPTModel]:
+    """The chunks of this rank; every rank that has logits has all of them."""
+    config = configure(told, *ranks, layout)
     spec = get_gpt_layer_local_spec(
         num_experts=told.get("num_experts"),
         qk_layernorm=told.get("qk_layernorm", False),
@@ -124,6 +132,7 @@ def build(told: dict, ranks: tuple) -> list[GPTModel]:
             share_embeddings_and_output_weights=not told["untie_embeddings_and_output_weights"],
             position_embedding_type=told["position_embedding_type"],
             rotary_base=told["rotary_base"],
+            parallel_output=False,
             vp_stage=chunk,
         )
         for chunk in chunks

@@ -1,10 +1,7 @@
 """Megatron's checkpoints give the decoder the scores that megatron-core computes."""
 
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -43,21 +40,6 @@ def quiet(done: int, count: int) -> None:
     """Show nothing."""
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("megatron.core")
-    path = tmp_path_factory.mktemp("megatron")
-    script = Path(__file__).with_name("megatron_models.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), str(path)],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return path
-
-
 def scores(directory: Path, tokens: np.ndarray) -> np.ndarray:
     converted = ConvertedFolder(directory)
     parameters = {}
@@ -71,19 +53,21 @@ def scores(directory: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_layout_has_the_scores_of_megatron(name, checkpoints, tmp_path):
-    tokens, want = (np.load(checkpoints / one) for one in ("tokens.npy", f"{name}/logits.npy"))
-    from_megatron(checkpoints / name / "one/dist", tmp_path / "first", quiet)
+def test_every_layout_has_the_scores_of_megatron(name, megatron_checkpoints, tmp_path):
+    tokens, want = (
+        np.load(megatron_checkpoints / one) for one in ("tokens.npy", f"{name}/logits.npy")
+    )
+    from_megatron(megatron_checkpoints / name / "one/dist", tmp_path / "first", quiet)
     got = scores(tmp_path / "first", tokens)
     np.testing.assert_allclose(got, want[..., :90], atol=1e-5 * np.abs(want).max(), rtol=0)
     held = (tmp_path / "first/weights/model.safetensors").read_bytes()
     for layout in ("one/classic", "several/dist", "several/classic"):
-        from_megatron(checkpoints / name / layout, tmp_path / layout, quiet)
+        from_megatron(megatron_checkpoints / name / layout, tmp_path / layout, quiet)
         assert (tmp_path / layout / "weights/model.safetensors").read_bytes() == held, layout
 
 
-def test_names_from_before_megatron_core(checkpoints, tmp_path):
-    source = checkpoints / "qwen/several/classic"
+def test_names_from_before_megatron_core(megatron_checkpoints, tmp_path):
+    source = megatron_checkpoints / "qwen/several/classic"
     shutil.copytree(source, tmp_path / "legacy")
     for path in (tmp_path / "legacy").rglob("*.pt"):
         loaded = torch.load(path, weights_only=False)
@@ -110,10 +94,10 @@ def nested(tensors: dict) -> dict:
     return made
 
 
-def test_what_comes_from_megatron_goes_to_hugging_face(checkpoints, tmp_path):
-    tokens = np.load(checkpoints / "tokens.npy")
-    want = np.load(checkpoints / "gpt2/logits.npy")[..., :90]
-    from_megatron(checkpoints / "gpt2/several/classic", tmp_path / "ours", quiet)
+def test_what_comes_from_megatron_goes_to_hugging_face(megatron_checkpoints, tmp_path):
+    tokens = np.load(megatron_checkpoints / "tokens.npy")
+    want = np.load(megatron_checkpoints / "gpt2/logits.npy")[..., :90]
+    from_megatron(megatron_checkpoints / "gpt2/several/classic", tmp_path / "ours", quiet)
     export_hugging_face(tmp_path / "ours", tmp_path / "theirs", quiet)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     with torch.no_grad():
