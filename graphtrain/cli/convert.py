@@ -49,8 +49,8 @@ def hf_to_graphtrain(source: Path, destination: Path, as_json: bool) -> None:
 @click.option(
     "--model",
     metavar="PRESET|FILE",
-    help="Model of the checkpoint, if the checkpoint does not record it: the name of a preset, or "
-    "a .toml file with a [program.model] section.",
+    help="Model of the checkpoint, if the checkpoint does not record it: the name of a preset, a "
+    ".toml file with a [program.model] section, or the model_config.yaml or hparams.yaml of NeMo.",
 )
 @click.option(
     "--vocab",
@@ -62,11 +62,13 @@ def hf_to_graphtrain(source: Path, destination: Path, as_json: bool) -> None:
 def megatron_to_graphtrain(
     source: Path, destination: Path, model: str | None, vocab: int | None, as_json: bool
 ) -> None:
-    """Convert SOURCE, a checkpoint of Megatron-LM, to DESTINATION.
+    """Convert SOURCE, a checkpoint of Megatron-LM or NeMo, to DESTINATION.
 
-    SOURCE has the torch-dist format or mp_rank_XX directories, with any degree of tensor, pipeline
-    and expert parallelism. Of a directory with several checkpoints, the latest is converted. A run
-    can start from DESTINATION (run.init_from).
+    SOURCE has the torch-dist format or a directory for each rank (mp_rank_XX, or
+    tp_rank_XX_pp_rank_XXX of NeMo), with any degree of tensor, pipeline and expert parallelism. Of
+    a directory with several checkpoints of Megatron-LM, the latest is converted; of NeMo, SOURCE
+    is DIRECTORY/FILE.ckpt, without the directory of the rank. A run can start from DESTINATION
+    (run.init_from).
     """
     from graphtrain.weights.megatron.convert import from_megatron
 
@@ -157,8 +159,8 @@ def graphtrain_to_hf(
     type=click.Choice(["torch-dist", "ranks"]),
     default="torch-dist",
     show_default=True,
-    help="torch-dist: megatron-core loads it on any number of ranks. ranks: a directory "
-    "mp_rank_XX for each rank.",
+    help="File format: torch-dist, which megatron-core loads on any number of ranks, or a directory "
+    "mp_rank_XX for each of these ranks.",
 )
 @click.option(
     "--tensor", type=click.IntRange(1), default=1, show_default=True, help="Tensor ranks."

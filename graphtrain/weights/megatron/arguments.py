@@ -78,7 +78,7 @@ def model_from_arguments(arguments: Arguments, vocab: int) -> Model:
             **_norm(arguments),
             **_positions(arguments),
         )
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # also of arguments with values of other types
         raise WeightsError(
             f"the checkpoint's args do not describe a valid model: {error}"
         ) from error

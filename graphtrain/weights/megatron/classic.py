@@ -1,10 +1,12 @@
-"""Megatron's checkpoints with one folder per rank, `mp_rank_XX[_YYY][_ZZZ]`; assembles shards.
+"""Checkpoints of Megatron-LM and NeMo 1 with one folder per rank; assembles shards.
 
-The first number is the tensor rank; the pipeline rank and the expert rank follow, each only if
-there are several.
+Folders of Megatron-LM are `mp_rank_XX[_YYY][_ZZZ]`: the first number is the tensor rank; the
+pipeline rank and the expert rank follow, each only if there are several. Those of NeMo are
+`mp_rank_XX`, or with a pipeline `tp_rank_XX_pp_rank_YYY`; one rank has no folder.
 
-Source: Megatron-LM, megatron/training/checkpointing.py, get_checkpoint_name; the axes are those of
-its ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding
+Source: Megatron-LM, megatron/training/checkpointing.py, get_checkpoint_name, and NeMo,
+nemo/utils/model_utils.py, inject_model_parallel_rank; the axes are those of Megatron-LM's
+ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding
 """
 
 from __future__ import annotations
@@ -30,9 +32,12 @@ from graphtrain.weights.megatron.names import (
 from graphtrain.weights.megatron.pickles import load_torch
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_NEMO_RANK = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{3,})")
+_FILES = ("model_optim_rng.pt", "model_rng.pt", "model_weights.ckpt")
+# Keys of a file that are dictionaries of weights: chunks of a pipeline; or that of Lightning.
+_CHUNK = re.compile(r"model\d*|state_dict")
 _SHARDED_ON_AXIS_0 = re.compile(
-    r".*(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)"
+    r".*(word_embeddings|output_layer|linear_qkv|linear_fc1|linear_fc1_up)\.(weight|bias)"
 )
 _SHARDED_ON_AXIS_1 = re.compile(r".*(linear_proj|linear_fc2)\.weight")
 
@@ -56,15 +61,22 @@ class _Array:
 class RankFoldersCheckpoint:
     """Weights of a checkpoint with one folder per rank, by canonical names.
 
+    Args:
+        directory: Directory of the folders.
+        file_name: Name of the file in each; None: the one that there is.
+
     Raises:
         WeightsError: a rank is missing, or a file is damaged.
     """
 
-    def __init__(self, directory: Path) -> None:
-        ranks = _ranks(directory)
+    def __init__(self, directory: Path, file_name: str | None = None) -> None:
+        ranks = _ranks(directory, file_name)
         first = load_torch(ranks[0].path)
+        if not isinstance(first, Mapping):
+            raise WeightsError(f"{ranks[0].path} contains no dictionary of weights")
         self.arguments: dict[str, Any] = vars(first["args"]) if "args" in first else {}
-        _check_version(ranks[0].path, first)
+        if ranks[0].path.suffix != ".ckpt":  # NeMo's have the newer order, and no version
+            _check_version(ranks[0].path, first)
         self.gated = False  # whether linear_fc1 contains gate and up; set before the first read
         self._arrays = _index(_files_by_rank(directory, ranks, self.arguments))
 
@@ -103,7 +115,7 @@ class RankFoldersCheckpoint:
         array = self._arrays[name]
         chunk, key = array.keys
         # The file is mapped again for each array: mapped pages stay in memory until it is closed.
-        tensor = dict(flatten_names(load_torch(path)[chunk])).get(key)
+        tensor = dict(_trees(load_torch(path))).get(chunk, {}).get(key)
         if tensor is None or tuple(tensor.shape) != array.shape:
             raise WeightsError(
                 f"{path} has no {key} with the first rank's shape {array.shape}; the file is "
@@ -119,20 +131,34 @@ def shard_axis(name: str) -> int | None:
     return 1 if _SHARDED_ON_AXIS_1.fullmatch(name) else None
 
 
-def _ranks(directory: Path) -> list[_Rank]:
+def _ranks(directory: Path, file_name: str | None) -> list[_Rank]:
     """Return the ranks of the folders; the second number is the pipeline rank."""
     ranks = []
     for folder in sorted(directory.iterdir()):
-        if not (match := _RANK.fullmatch(folder.name)):
-            continue
-        files = [folder / name for name in _FILES if (folder / name).is_file()]
-        if not files:
-            raise WeightsError(f"{folder} contains none of {', '.join(_FILES)}")
-        tensor, pipeline, expert = (int(group or 0) for group in match.groups())
-        ranks.append(_Rank(tensor, pipeline, expert, files[0]))
-    if not ranks:
-        raise WeightsError(f"{directory} contains no folders mp_rank_XX")
-    return ranks
+        match = _RANK.fullmatch(folder.name) or _NEMO_RANK.fullmatch(folder.name)
+        if match and folder.is_dir():
+            tensor, pipeline, *expert = (int(group or 0) for group in match.groups())
+            path = _file(folder, file_name)
+            ranks.append(_Rank(tensor, pipeline, expert[0] if expert else 0, path))
+    if ranks:
+        return ranks
+    return [_Rank(0, 0, 0, _file(directory, file_name))]  # NeMo on one rank
+
+
+def _file(folder: Path, file_name: str | None) -> Path:
+    """Return the file of a rank: of the name, of a known one, or the only .ckpt."""
+    known = _FILES if file_name is None else (file_name,)
+    if found := [folder / name for name in known if (folder / name).is_file()]:
+        return found[0]
+    others = sorted(path.name for path in folder.glob("*.ckpt")) if file_name is None else []
+    if len(others) == 1:
+        return folder / others[0]
+    if others:
+        raise WeightsError(
+            f"{folder} contains several checkpoints; name one without the folder of the rank, "
+            f"for example {folder.parent / others[-1]}"
+        )
+    raise WeightsError(f"{folder} contains none of {', '.join(known)}")
 
 
 def _check_version(path: Path, loaded: Mapping[str, Any]) -> None:
@@ -202,14 +228,22 @@ def _index(grid: Mapping[tuple[int, int], tuple[Path, ...]]) -> dict[str, _Array
 
 def _chunks(path: Path) -> Iterator[tuple[str, dict[str, tuple[str, Any]]]]:
     """Yield a file's model chunks (`model`, or `model0`, `model1` ...), by canonical names."""
-    for chunk, tree in load_torch(path).items():
-        if not re.fullmatch(r"model\d*", chunk) or not isinstance(tree, Mapping):
-            continue
-        named = [(canonical_name(key), key, value) for key, value in flatten_names(tree)]
-        yield (
-            chunk,
-            {name: (key, tensor) for name, key, tensor in named if name and _is_tensor(tensor)},
-        )
+    for chunk, tensors in _trees(load_torch(path)):
+        named = [(canonical_name(key), key, tensor) for key, tensor in tensors.items()]
+        yield chunk, {name: (key, tensor) for name, key, tensor in named if name}
+
+
+def _trees(loaded: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the tensors of each chunk of a file; NeMo's model_weights.ckpt is itself a chunk."""
+    chunks = {
+        key: {name: value for name, value in flatten_names(tree) if _is_tensor(value)}
+        for key, tree in loaded.items()
+        if _CHUNK.fullmatch(key) and isinstance(tree, Mapping)
+    }
+    chunks = {key: tensors for key, tensors in chunks.items() if tensors}
+    if not chunks:
+        chunks = {"": {name: value for name, value in loaded.items() if _is_tensor(value)}}
+    yield from chunks.items()
 
 
 def _is_tensor(value: Any) -> bool:

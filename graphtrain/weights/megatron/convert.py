@@ -28,6 +28,7 @@ from graphtrain.weights.files import WeightFiles
 from graphtrain.weights.megatron.arguments import model_from_arguments
 from graphtrain.weights.megatron.classic import RankFoldersCheckpoint
 from graphtrain.weights.megatron.distributed import TorchDist
+from graphtrain.weights.megatron.nemo import CONFIG, JoinedGates, read_nemo_config
 from graphtrain.weights.megatron.pickles import load_torch
 from graphtrain.weights.megatron.rows import megatron_family
 from graphtrain.weights.sources import stored_name
@@ -47,10 +48,12 @@ def from_megatron(
     """Convert a Megatron-LM checkpoint of any parallelism to a converted folder.
 
     Args:
-        source: Folder of one checkpoint, or of several, of which the latest is used.
+        source: Folder of one checkpoint, or of several, of which the latest is used; or the path
+            of a .ckpt file of NeMo without the folder of the rank.
         destination: Folder to create.
         progress: Called for each group of arrays.
-        model: Preset or .toml file, for checkpoints that do not contain Megatron's arguments.
+        model: Preset, .toml file or NeMo's .yaml file, for checkpoints that do not contain
+            arguments.
         vocab: Vocabulary size without padding; None: the size in the arguments or the preset, else
             all rows.
 
@@ -59,8 +62,7 @@ def from_megatron(
     """
     folder, arguments = open_checkpoint(_iteration(source))
     padded, unpadded = _models(folder, arguments, model, vocab)
-    if isinstance(folder, RankFoldersCheckpoint):
-        folder.gated = is_gated(padded)
+    folder = _with_gates(folder, padded)
     family = megatron_family(padded)
     all_layer_weights = list(family.weights(padded))
     _check_names(
@@ -99,23 +101,49 @@ def _write(
         writer.write(stored_name(path, layer_weights.layer), array[unpadded_index])
 
 
-def open_checkpoint(directory: Path) -> tuple[WeightFiles, dict[str, Any]]:
+def open_checkpoint(source: Path) -> tuple[WeightFiles, dict[str, Any]]:
     """Open one checkpoint; return its weights, and its arguments, if it contains them.
 
     Raises:
-        WeightsError: the checkpoint has neither supported format, or is damaged.
+        WeightsError: the checkpoint has no supported format, or is damaged.
     """
+    directory, file_name = source, None
+    if source.suffix == ".nemo" and source.is_file():
+        raise WeightsError(
+            f"{source} is an archive; unpack it, for example with tar -xf {source} -C DIRECTORY, "
+            "and convert DIRECTORY"
+        )
+    if source.suffix == ".ckpt" and not source.is_dir():
+        directory, file_name = source.parent, source.name
+    if (weights := directory / "model_weights").is_dir():  # of an unpacked .nemo archive
+        return open_checkpoint(weights)[0], _nemo_arguments(directory)
     if (directory / ".metadata").is_file():
         common = directory / "common.pt"
         state = load_torch(common) if common.is_file() else {}
         return TorchDist(directory), vars(state["args"]) if "args" in state else {}
-    if any(directory.glob("mp_rank_*")):
-        classic = RankFoldersCheckpoint(directory)
-        return classic, classic.arguments
+    if file_name or any(
+        any(directory.glob(name)) for name in ("mp_rank_*", "tp_rank_*", "model_weights.ckpt")
+    ):
+        classic = RankFoldersCheckpoint(directory, file_name)
+        return classic, classic.arguments or _nemo_arguments(directory)
     raise WeightsError(
-        f"{directory} is not a Megatron-LM checkpoint: it contains neither .metadata (torch-dist) "
-        "nor folders mp_rank_XX"
+        f"{directory} is not a checkpoint of Megatron-LM or NeMo: it contains neither .metadata "
+        "(torch-dist) nor folders mp_rank_XX or tp_rank_XX_pp_rank_XXX"
     )
+
+
+def _nemo_arguments(directory: Path) -> dict[str, Any]:
+    config = directory / CONFIG
+    return dict(read_nemo_config(config)) if config.is_file() else {}
+
+
+def _with_gates(folder: WeightFiles, model: Model) -> WeightFiles:
+    """Return the weights with gate and up in one array, as the checkpoint's ranks divide them."""
+    if any(".linear_fc1_up." in name for name in folder.names):
+        return JoinedGates(folder)
+    if isinstance(folder, RankFoldersCheckpoint):
+        folder.gated = is_gated(model)
+    return folder
 
 
 def _iteration(source: Path) -> Path:
@@ -137,7 +165,7 @@ def _iteration(source: Path) -> Path:
         return source / name
     if (source / "weights").is_dir():
         return source / "weights"
-    if not source.is_dir():
+    if not source.is_dir() and source.suffix not in (".ckpt", ".nemo"):
         raise WeightsError(f"{source}: no such folder")
     return source
 
@@ -149,6 +177,8 @@ def _models(
     if _TOKENS not in folder.names:
         raise WeightsError(f"the checkpoint has no {_TOKENS}; it is not of a GPT model")
     rows = folder.shape(_TOKENS)[0]
+    if preset is not None and Path(preset).suffix in (".yaml", ".yml"):
+        preset, arguments = None, dict(read_nemo_config(Path(preset)))
     if preset is not None:
         model = TypeAdapter(Model).validate_json(json.dumps(preset_settings(preset)))
         model = replace(model, fused_gate_up=False)
@@ -159,7 +189,8 @@ def _models(
     else:
         raise WeightsError(
             "the checkpoint does not contain Megatron-LM's args; specify the model: "
-            "--model PRESET, or --model FILE.toml with a [program.model]"
+            "--model PRESET, --model FILE.toml with a [program.model], or NeMo's --model "
+            "FILE.yaml"
         )
     if vocab > rows:
         raise WeightsError(f"a vocabulary of {vocab} exceeds the {rows} rows in the checkpoint")

@@ -22,6 +22,7 @@ _RENAMED = tuple(
         (r"\.query_key_value\.", ".linear_qkv."),
         (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
         (r"\.dense_h_to_4h\.", ".linear_fc1."),
+        (r"\.dense_h_to_4h_2\.", ".linear_fc1_up."),
         (r"\.dense_4h_to_h\.", ".linear_fc2."),
         (r"\.(input|final)_norm\.", r".\1_layernorm."),
         (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
@@ -31,8 +32,11 @@ _RENAMED = tuple(
         (r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".experts.\3.\1.\2"),
     )
 )
-# State other than weights: of kernels, of RoPE; also the copy of the embedding for a tied head.
-_NOT_WEIGHTS = re.compile(r".*(_extra_state.*|inv_freq|word_embeddings_for_head\.weight)$")
+# State other than weights: of kernels, of RoPE; also copies of the embedding for a tied head.
+_NOT_WEIGHTS = re.compile(
+    r"(.*(_extra_state.*|inv_freq|word_embeddings_for_head\.weight)"
+    r"|(module\.|model\.)*word_embeddings\.weight)$"
+)
 _EXPERT = re.compile(r"(?<=\.experts\.)(\d+)(?=\.)")
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)(?=\.)")
 

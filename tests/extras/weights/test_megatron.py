@@ -203,7 +203,7 @@ def test_what_is_not_read_is_refused_by_name(tmp_path):
     cut = write(tmp_path / "cut") / "iter_0000010/mp_rank_00/model_optim_rng.pt"
     cut.write_bytes(whole[:-2000])
     assert "cannot be loaded with weights_only=True" in refused(tmp_path / "cut")
-    assert "is not a Megatron-LM checkpoint" in refused(tmp_path / "cut/iter_0000010/mp_rank_00")
+    assert "is not a checkpoint of Megatron-LM" in refused(tmp_path / "cut/iter_0000010/mp_rank_00")
     with pytest.raises(
         WeightsError, match=r"rotary_interleaved = True is not supported, only False is"
     ):
