@@ -63,15 +63,23 @@ from graphtrain.weights.convert import read_config
 from graphtrain.weights.families import FAMILIES, family_of_config
 from graphtrain.weights.files import open_weight_files
 from graphtrain.weights.hf_record import record_hf_files, verify_hf_files
+from graphtrain.weights.megatron.arguments import model_from_arguments
+from graphtrain.weights.megatron.nemo import read_nemo_config
+from graphtrain.weights.mindspore.ckpt_file import CkptWriter
+from graphtrain.weights.mindspore.rank_files import open_ckpt
 from graphtrain.weights.peft import peft_scale, read_adapter_config
 from graphtrain.weights.sources import ConvertedFolder
 from graphtrain.weights.writer import SafetensorsWriter
 from lowering.artifact import Artifact
+from lowering.ascend.strategy import strategy_file
 from lowering.machine.leases import LeaseTiming
 from lowering.machine.machine_tables import built_in
 from lowering.machine.user_machines import with_machines_of
 from lowering.neuron.persistent_cache import flags
+from sharding_rules.arrays import ArraySpec
 from sharding_rules.documents import read_bytes
+from sharding_rules.mesh import MeshShape
+from sharding_rules.plan import ArrayLayout
 from sharding_rules.rules import Rules
 
 CONFIG = """
@@ -616,6 +624,39 @@ def _write_flags(directory: Path) -> None:
     (directory / "compile_flags.json").write_text('["--target=trn1", "--optlevel=1"]')
 
 
+def _write_ckpt(directory: Path) -> None:
+    """Files of two ranks of MindSpore; without their CRC, which would find all damage."""
+    layout = ArrayLayout(ArraySpec((4, 3), (None, None)), (("tensor",), ()))
+    strategy = strategy_file({"a": layout, "b": layout}, MeshShape({"tensor": 2}))
+    (directory / "strategy").mkdir()
+    for rank in range(2):
+        (directory / "strategy" / f"ckpt_strategy_rank_{rank}.ckpt").write_bytes(strategy)
+        path = directory / f"rank_{rank}" / "llama.ckpt"
+        path.parent.mkdir()
+        writer = CkptWriter(path)
+        writer.write("a", np.ones((2, 3), np.float32))
+        writer.write("b", np.ones((2, 3), np.float16))
+
+
+def _read_ckpt(directory: Path) -> None:
+    files = open_ckpt(directory, None)
+    for name in files.names:
+        files.dtype(name), files.shape(name), files.read(name)
+
+
+def _write_nemo(directory: Path) -> None:
+    (directory / "model_config.yaml").write_text(
+        "num_layers: 4\nhidden_size: 16\nffn_hidden_size: 24\nnum_attention_heads: 4\n"
+        "encoder_seq_length: 8\nmax_position_embeddings: ${.encoder_seq_length}\n"
+        "normalization: rmsnorm\nlayernorm_epsilon: 1.0e-5\nactivation: fast-swiglu\n"
+        "bias: false\nposition_embedding_type: rope\nwindow_size: [4, 0]\n"
+    )
+
+
+def _read_nemo(directory: Path) -> None:
+    model_from_arguments(read_nemo_config(directory / "model_config.yaml"), 48)
+
+
 PARSERS = {
     "configuration": Parser(_write_config, config),
     "rules": Parser(_write_config, _plan_parameters, damaged=("own.toml",)),
@@ -659,6 +700,8 @@ PARSERS = {
     "plan lock": Parser(_write_lock, _read_lock),
     "strategy": Parser(_write_strategy, lambda folder: read_strategy(folder / "a.json")),
     "extraction": Parser(_write_extraction, _read_extraction),
+    "MindSpore's .ckpt": Parser(_write_ckpt, _read_ckpt),
+    "NeMo's configuration": Parser(_write_nemo, _read_nemo),
     "base.json": Parser(_write_records, _read_record),
     "adapter_config.json": Parser(_write_adapter, _read_adapter),
     "prompts": Parser(_write_prompts, _read_prompts),

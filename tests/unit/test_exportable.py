@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from graphtrain.cli.convert import _progress
+from graphtrain.cli.conversion_output import conversion_progress
 from graphtrain.cli.export_note import say_export_obstacle
 from graphtrain.config.schema import Batch, Model, Program
 from graphtrain.weights.exportable import export_obstacle
@@ -52,6 +52,6 @@ def test_the_note_names_the_command(capsys):
 
 
 def test_no_progress_of_a_conversion_is_written_into_a_pipe(capsys):
-    with _progress() as show:
+    with conversion_progress() as show:
         show(1, 2)
     assert capsys.readouterr().err == ""

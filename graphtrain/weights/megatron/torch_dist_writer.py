@@ -53,7 +53,10 @@ def write_torch_dist(
     from graphtrain.weights.megatron.save_planner import LazyPlanner
 
     planner = LazyPlanner(tensors, report)
-    writer = FileSystemWriter(directory, single_file_per_rank=True, thread_count=1)
+    # Without copies ahead, which need a stream of the accelerator, also of one that is no GPU.
+    writer = FileSystemWriter(
+        directory, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0
+    )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -239,7 +239,7 @@ class CkptWriter:
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Append a tensor; several values if it is large."""
-        content = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        content = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         head = b"".join(_field(1, 0) + _varint(size) for size in array.shape or (0,))
         head += _bytes(2, _TYPES[array.dtype].encode())
         for begin in range(0, max(1, len(content)), _SLICE_BYTES):
