@@ -54,6 +54,8 @@ def read_nemo_config(path: Path) -> Arguments:
     Raises:
         WeightsError: the file is no such configuration, or the decoder does not support an entry.
     """
+    if not path.is_file():
+        raise WeightsError(f"{path} is no file")
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)

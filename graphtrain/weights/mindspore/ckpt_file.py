@@ -49,6 +49,8 @@ class CkptFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        if not path.is_file():  # also a pipe, which would be waited for
+            raise WeightsError(f"{path} is no file")
         try:
             size = _content_bytes(path)
             with path.open("rb") as file:

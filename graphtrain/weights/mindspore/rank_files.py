@@ -125,11 +125,13 @@ def _file(folder: Path) -> Path:
 
 def _read_strategies(path: Path) -> Stages:
     """Read a strategy file, or those of all ranks; ranks of one stage have the same."""
-    files = [path] if path.is_file() else sorted(path.glob("*.ckpt"))
+    files = sorted(path.glob("*.ckpt")) if path.is_dir() else [path]
     if not files:
         raise WeightsError(f"{path} contains no strategy files (.ckpt)")
     stages: dict[int, Mapping[str, ReadLayout]] = {}
     for file in files:
+        if not file.is_file():
+            raise WeightsError(f"{file} is no file")
         try:
             with file.open("rb") as opened:
                 content = opened.read(_MOST_BYTES + 1)
