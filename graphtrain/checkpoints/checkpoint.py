@@ -8,12 +8,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from graphtrain.checkpoints import private_orbax
-from graphtrain.checkpoints.arrays import check_same_arrays, describe_arrays
+from graphtrain.checkpoints.arrays import check_same_arrays, describe_arrays, part_reader
 from graphtrain.checkpoints.info import check_same_model, read_checkpoint_info
+from graphtrain.checkpoints.joined_blocks import load_joined, rows_by_path
 from graphtrain.checkpoints.layer_order import LayerOrder, load_reordered
 from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files, write_manifest
 from graphtrain.checkpoints.steps import Retention, saved_steps, saved_validation_losses
@@ -177,6 +179,14 @@ class Checkpoints:
                 checkpoint_path, "read; move it away to resume from an earlier checkpoint"
             ):
                 state = load_reordered(checkpoint_path, info, described, self._layer_order, *rows)
+            return RestoredState(step, state, info.data_position)
+        if self._layer_order is not None and (rows := rows_by_path(info.arrays, described)):
+            open_array = partial(part_reader, checkpoint_path)
+            load = self._layer_order.load_arrays
+            with checkpoint_errors(
+                checkpoint_path, "read; move it away to resume from an earlier checkpoint"
+            ):
+                state = load_joined(checkpoint_path, info.arrays, described, rows, load, open_array)
             return RestoredState(step, state, info.data_position)
         check_same_arrays(checkpoint_path, info.arrays, describe_arrays(described))
         restore_args = ocp.args.PyTreeRestore(

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from graphtrain.errors import PlanError
 from graphtrain.graphs.names import KINDS
+from graphtrain.torch_frontend.block_ranges import blocks_of
 from lowering.tracing.recorded_lines import RecordedLines
 from lowering.tracing.recording import RecordedArray
 from lowering.trees import Tree, flatten
@@ -30,9 +31,13 @@ class NamedArray:
     @property
     def name(self) -> str:
         """Name for users, as in "forward/layers/3/mlp/up"."""
-        rest = self.path.removeprefix(f"{self.loop}/")
-        inner = self.path if self.layer is None else f"{self.loop}/{self.layer}/{rest}"
-        return f"{self.kind}/{inner}"
+        if self.layer is None:
+            return f"{self.kind}/{self.path}"
+        rest, layer = self.path.removeprefix(f"{self.loop}/"), self.layer
+        parent, _, last = self.loop.rpartition("/")
+        blocks = blocks_of(last)
+        stem, number = (self.loop, layer) if blocks is None else (parent, blocks[layer])
+        return f"{self.kind}/{stem}/{number}/{rest}"
 
 
 def all_arrays(

@@ -19,6 +19,7 @@ from graphtrain.models.attention.kv_cache import (
     record_cache_shapes,
     use_cache,
 )
+from graphtrain.torch_frontend.block_ranges import range_name
 from graphtrain.torch_frontend.blocks import Stack
 from graphtrain.torch_frontend.model import OpenedModel
 from graphtrain.torch_frontend.scan_blocks import Scan, ScanHooks
@@ -162,7 +163,9 @@ def _layers_by_block(opened: OpenedModel) -> dict[str, CachedLayer]:
 
 def _positions(stack: Stack) -> list[str]:
     """Return the names of a stack's KV caches, one for each position of its period."""
-    return [f"{stack.name}.{position}" for position in range(stack.period)]
+    if stack.is_whole:
+        return [f"{stack.name}.{position}" for position in range(stack.period)]
+    return [f"{stack.name}.{range_name(stack.blocks_at(p))}" for p in range(stack.period)]
 
 
 def _row_paths(name: str, rows: int) -> list[str]:

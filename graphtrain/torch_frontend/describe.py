@@ -7,12 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphtrain.torch_frontend.blocks import Stack
+from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks, list_lengths
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import stored_parity
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import TorchModel
+
+
+def _blocks_text(blocks: Stack | UnrolledBlocks, length: int) -> str:
+    """Return which blocks of a list of this length are traced how."""
+    first, last = blocks.numbers[0], blocks.numbers[-1]
+    which = f"{blocks.count} blocks" if blocks.count == length else f"blocks {first} to {last}"
+    if first == last:
+        which = f"block {first}"
+    if isinstance(blocks, Stack):
+        return f"{which} in one scan" + f", {blocks.period} at a time" * (blocks.period > 1)
+    return f"{which} traced one by one, because {blocks.reason}"
 
 
 def describe(model: TorchModel, store: Path) -> Iterator[str]:
@@ -28,15 +39,9 @@ def describe(model: TorchModel, store: Path) -> Iterator[str]:
     opened = open_model(model)
     if opened.strict:
         yield f"front end: strict, because {parity.strict if parity else opened.strict}"
-    for block_list in opened.block_lists:
-        if isinstance(block_list, Stack):
-            period_text = f", {block_list.period} at a time" if block_list.period > 1 else ""
-            yield f"{block_list.name}: {block_list.count} blocks in one scan{period_text}"
-        else:
-            yield (
-                f"{block_list.name}: {block_list.count} blocks traced one by one, because "
-                f"{block_list.reason}"
-            )
+    lengths = list_lengths(opened.block_lists)
+    for blocks in opened.block_lists:
+        yield f"{blocks.name}: {_blocks_text(blocks, lengths[blocks.name])}"
     if names := sorted(opened.untrained):
         others = f" and {len(names) - 1} others" if len(names) > 1 else ""
         yield f"{names[0]}{others}: get no gradient, so they stay as they are"

@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,13 @@ from graphtrain.torch_frontend import private_torch
 from graphtrain.torch_frontend.adapted_parameter import cast_adapted, is_adapted
 from graphtrain.torch_frontend.attention import feature_needing_native_attention
 from graphtrain.torch_frontend.axes import NamedAxes, name_axes
-from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks, find_stacks
+from graphtrain.torch_frontend.blocks import (
+    Stack,
+    UnrolledBlocks,
+    find_stacks,
+    list_lengths,
+    unroll,
+)
 from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment, call_module
 from graphtrain.torch_frontend.joint import find_writes_through_views, trace_joint
 from graphtrain.torch_frontend.load_balancing import LoadBalancing
@@ -109,10 +116,8 @@ def _open_strict(opened: OpenedModel, reason: str) -> OpenedModel:
             f"because {reason}) does not support; set it to false in program.model.overrides"
         )
     block_lists = tuple(
-        UnrolledBlocks(
-            blocks.name, blocks.count, "the strict front end traces a module as one graph"
-        )
-        for blocks in find_stacks(opened.meta.module)
+        UnrolledBlocks(name, count, "the strict front end traces a module as one graph")
+        for name, count in list_lengths(find_stacks(opened.meta.module)).items()
     )
     opened = replace(opened, block_lists=block_lists, strict=reason)
     return replace(opened, untrained=opened.check())
@@ -127,7 +132,7 @@ def _open_traced(opened: OpenedModel) -> OpenedModel:
             return _without_idle_blocks(replace(opened, untrained=opened.check()))
         except BlocksDiffer as error:
             stack = error.stack
-            unrolled = UnrolledBlocks(stack.name, stack.count, error.reason)
+            unrolled = unroll(stack, error.reason)
             block_lists = [
                 unrolled if block_list is stack else block_list for block_list in block_lists
             ]
@@ -252,7 +257,24 @@ class OpenedModel:
 
     def is_stacked(self, path: str) -> bool:
         """Return true if the array at this path stacks the parameters of several blocks."""
-        return any(path.startswith(stack.name.replace(".", "/") + "/") for stack in self.stacks)
+        return path.startswith(self._stack_prefixes)
+
+    def is_in_scan(self, name: str) -> bool:
+        """Return true for a module inside a block that a scan runs."""
+        return any(
+            name.startswith(f"{stack.name}.{number}.")
+            for stack in self.stacks
+            for number in stack.numbers
+        )
+
+    @cached_property
+    def _stack_prefixes(self) -> tuple[str, ...]:
+        """Prefixes of the paths of stacked parameters."""
+        return tuple(
+            f"{stack.module_path(position)}/"
+            for stack in self.stacks
+            for position in range(stack.period)
+        )
 
     def specs(self) -> dict[str, ArraySpec]:
         """Return the spec of every parameter by path.
@@ -379,11 +401,14 @@ class OpenedModel:
 
     def _check_balanced(self) -> None:
         """Refuse programs that would balance experts over fewer tokens than the module does."""
-        if len(self.block_lists) > 1 or not self.stacks:
+        module = self.meta.module
+        outside = [inner for name, inner in module.named_modules() if not self.is_in_scan(name)]
+        assert self.balance is not None
+        if any(isinstance(inner, self.balance.router) for inner in outside):
             raise ImportedModelError(
-                "output_router_logits adds a load-balancing loss, which requires blocks that run "
-                "as one scan; `graphtrain plan` reports how these differ. Or set it to false in "
-                "program.model.overrides"
+                "output_router_logits adds a load-balancing loss, which requires that blocks "
+                "with a router run in scans; `graphtrain plan` reports how these differ. Or set it "
+                "to false in program.model.overrides"
             )
         if in_shard_map():
             raise ShardingError(
@@ -449,7 +474,10 @@ class OpenedModel:
                 attention and the module does not call it.
         """
         module, settings = self.meta.module, self.settings
-        unroll = 1 if self.block_lists and len(self.stacks) == len(self.block_lists) else 2
+        alone = bool(self.block_lists) and all(
+            isinstance(blocks, Stack) and blocks.period == 1 for blocks in self.block_lists
+        )
+        unroll = 1 if alone else 2  # blocks in one iteration of a loop
         environment = TraceEnvironment(
             settings.dtype, settings.vocab, settings.remat, unroll, settings.attention
         )

@@ -75,13 +75,14 @@ def _attention(model: TorchModel, kind: str) -> AttentionImplementation:
 
 def _module_equivalent(model: TorchModel) -> Model | None:
     """Return a model with equally many matrix weights (the N of 6 N FLOPs) and as wide queries."""
+    from graphtrain.torch_frontend.blocks import list_lengths
     from graphtrain.torch_frontend.language_model import TorchLanguageModel
 
     opened = TorchLanguageModel(model).opened()
     if not opened.embed:
         return None
     assert model.vocab is not None
-    layers = max((block_list.count for block_list in opened.block_lists), default=1)
+    layers = max(list_lengths(opened.block_lists).values(), default=1)
     specs = list(opened.specs().values())
     tables = [spec for spec in specs if {"vocab", "embed"} <= {*spec.axes}]
     matrices = [

@@ -27,7 +27,7 @@ from graphtrain.models.pipeline_stages import (
     layers_to_rows,
     row_spec,
 )
-from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks
+from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks, list_lengths
 from graphtrain.torch_frontend.model import OpenedModel
 from graphtrain.torch_frontend.scan_blocks import Scan, ScanHooks, StopForward, constrain_residual
 from lowering.pipeline.ring import read_slot
@@ -185,10 +185,17 @@ def _only_stack(opened: OpenedModel) -> Stack:
             raise _cannot_split(
                 f"{block_list.name} is traced block by block, because {block_list.reason}"
             )
-    if len(opened.block_lists) > 1:
-        names = " and ".join(block_list.name for block_list in opened.block_lists)
+    names = list(list_lengths(opened.block_lists))
+    if len(names) > 1:
         raise _cannot_split(
-            f"its blocks are in several lists ({names}), and stages can divide only one"
+            f"its blocks are in several lists ({' and '.join(names)}), and stages can divide only "
+            "one"
+        )
+    if len(opened.block_lists) > 1:
+        first, second, *_ = opened.stacks
+        raise _cannot_split(
+            f"the blocks of {names[0]} differ: those from {second.start} on are unlike those from "
+            f"{first.start} on, but stages need identical blocks"
         )
     (stack,) = opened.stacks
     if stack.period > 1:

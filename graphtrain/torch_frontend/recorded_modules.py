@@ -46,7 +46,7 @@ def record_modules(
             _hook(stack, name, submodule, environment, tokens)
         for blocks in lists:
             if isinstance(blocks, Stack) and blocks.period == 1:
-                first = module.get_submodule(f"{blocks.name}.0")
+                first = module.get_submodule(f"{blocks.name}.{blocks.start}")
                 for name, submodule in first.named_modules():
                     if name:
                         _hook(stack, name, submodule, environment, tokens)
@@ -70,13 +70,15 @@ def _outer_modules(
     module: torch.nn.Module, lists: Sequence[Stack | UnrolledBlocks]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the modules outside of blocks, and blocks that no scan runs."""
+    single_blocks = {
+        f"{blocks.name}.{number}"
+        for blocks in lists
+        if isinstance(blocks, UnrolledBlocks)
+        for number in blocks.numbers
+    }
     for name, submodule in module.named_modules():
-        inside = [blocks for blocks in lists if name.startswith(f"{blocks.name}.")]
-        is_block = any(
-            isinstance(blocks, UnrolledBlocks) and name.count(".") == blocks.name.count(".") + 1  # pyright: ignore[reportOptionalMemberAccess]
-            for blocks in inside
-        )
-        if name and (not inside or is_block):
+        is_inside = any(name.startswith(f"{blocks.name}.") for blocks in lists)
+        if name and (not is_inside or name in single_blocks):
             yield name, submodule
 
 

@@ -100,7 +100,8 @@ def scanning_blocks(
     patched_blocks, through = [], through or ScanHooks()
     try:
         for block_list in lists:
-            blocks = list(module.get_submodule(block_list.name))  # pyright: ignore[reportArgumentType]
+            members = list(module.get_submodule(block_list.name))  # pyright: ignore[reportArgumentType]
+            blocks = [members[number] for number in block_list.numbers]
             if isinstance(block_list, Stack):
                 rows = [
                     {name: arrays[block_list.path(position, name)] for name in names}
@@ -116,7 +117,7 @@ def scanning_blocks(
                         partial(through.around_block, f"{block_list.name}.{number}"),
                         _checkpointed(block, environment, remat),
                     )
-                    for number, block in enumerate(blocks)
+                    for number, block in zip(block_list.numbers, blocks, strict=True)
                 ]
             for block, replacement in zip(blocks, replacements, strict=True):
                 patched_blocks.append(block)
@@ -170,8 +171,10 @@ class Scan:
         if number == 0:
             self.hidden, self.calls = args[0].jax(), []  # pyright: ignore[reportAttributeAccessIssue]
         elif args[0] is not self.previous_output:
+            first = self.stack.start
             raise self._blocks_differ(
-                f"the input of block {number} is not the output of block {number - 1}"
+                f"the input of block {first + number} is not the output of block "
+                f"{first + number - 1}"
             )
         if number < self.stack.period:
             self.calls.append(_Call(args[1:], kwargs))
@@ -181,8 +184,9 @@ class Scan:
         elif not _same_arguments(
             (args[1:], kwargs), (self.calls[position].args, self.calls[position].kwargs)
         ):
+            first = self.stack.start
             raise self._blocks_differ(
-                f"block {number} and block {position} get different arguments"
+                f"block {first + number} and block {first + position} get different arguments"
             )
         if self.verify and number in {*range(2 * self.stack.period), *self._last()}:
             self._compare(number, position)
@@ -218,8 +222,9 @@ class Scan:
         if number < self.stack.period:
             self.programs.append(program)
         elif program != self.programs[position]:
+            first = self.stack.start
             raise self._blocks_differ(
-                f"block {number} computes something else than block {position}"
+                f"block {first + number} computes something else than block {first + position}"
             )
 
     def _shapes(self, position: int) -> tuple[Any, Any, Any]:
@@ -294,18 +299,20 @@ class Scan:
             keys: dropout keys, (rows, period).
             real: bool per row, false for padding rows, which pass the hidden state through.
         """
+        period = self.stack.period
 
         def body(hidden: jax.Array, row: Any) -> tuple[jax.Array, list[RouterStatistics]]:
             (arrays, keys, real), block_input = row, hidden
             router_statistics: list[RouterStatistics] = []
-            arrays = jax.tree.map(self._attach_reduction, arrays, is_leaf=_is_deferred)
-            for position in range(self.stack.period):
-                with self._record_routers(self.blocks[position]) as sums:
-                    hidden = self.run_block(position, hidden, arrays[position], keys[position])
+            for position in range(period):
+                block = partial(self._scanned_block, position)
+                if period > 1:  # blocks of a row are recomputed one at a time
+                    block = _checkpoint(block, self.remat, prevent_cse=True)
+                hidden, sums = block(hidden, arrays[position], keys[position])
                 router_statistics += sums
             hidden = hidden if real is None else jnp.where(real, hidden, block_input)
             hidden = constrain_residual(hidden)
-            if hidden.ndim == 3 and self.stack.period == 1:
+            if hidden.ndim == 3 and period == 1:
                 hidden = record("output", hidden, "batch", "residual", "embed")
             return hidden, router_statistics
 
@@ -313,10 +320,19 @@ class Scan:
             body,
             hidden,
             (rows, keys, real),
-            name=self.stack.name.replace(".", "/"),
-            transform=partial(_checkpoint, remat=self.remat),
+            name=self.stack.loop,
+            transform=partial(_checkpoint, remat=self.remat if period == 1 else "none"),
         )
         return hidden
+
+    def _scanned_block(
+        self, position: int, hidden: jax.Array, arrays: Any, key: jax.Array
+    ) -> tuple[jax.Array, list[RouterStatistics]]:
+        """Return the hidden state after one block of a row, and the sums of its routers."""
+        arrays = jax.tree.map(self._attach_reduction, arrays, is_leaf=_is_deferred)
+        with self._record_routers(self.blocks[position]) as sums:
+            hidden = self.run_block(position, hidden, arrays, key)
+        return hidden, sums
 
     def run_block(
         self, position: int, hidden: jax.Array, arrays: Arrays, key: jax.Array
@@ -417,7 +433,9 @@ def _checkpointed(
     return replacement
 
 
-def _checkpoint(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
+def _checkpoint(
+    function: Callable[..., Any], remat: str, *, prevent_cse: bool = False
+) -> Callable[..., Any]:
     if remat in ("none", "attention"):  # attention recomputes its scores by itself
         return function
     policies = jax.checkpoint_policies
@@ -425,7 +443,7 @@ def _checkpoint(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
         "dots": policies.save_only_these_names(PROJECTION),
         "full": policies.nothing_saveable,
     }[remat]
-    return jax.checkpoint(function, policy=policy, prevent_cse=False)
+    return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
 def _same_arguments(call: Any, other_call: Any) -> bool:

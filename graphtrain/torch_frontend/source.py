@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 # Files that tracing executes. Estimates, conversions and the parity check change no program.
 _SOURCES = (
-    *("adapted_parameter.py", "adapters.py", "attention.py", "axes.py", "blocks.py"),
+    *("adapted_parameter.py", "adapters.py", "attention.py", "axes.py"),
+    *("block_ranges.py", "blocks.py"),
     *("bridge.py", "decode.py", "expert_loops.py"),
     "experts.py",
     *("functions.py", "hf_attention.py", "joint.py", "language_model.py", "load_balancing.py"),

@@ -246,12 +246,17 @@ class Attending(Model):
 
 
 class Blocks(nn.Module):
-    """Blocks that may depend on their number, or be used each in its own way."""
+    """Blocks that may depend on their number, be of several kinds, or be used each in its way."""
 
-    def __init__(self, count: int = 4, use: str = "alike") -> None:
+    def __init__(self, count: int = 4, use: str = "alike", kinds: str = "") -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, EMBED)
-        self.blocks = nn.ModuleList(Block(number, use == "numbered") for number in range(count))
+        kinds = kinds or "a" * count
+        self.blocks = nn.ModuleList(
+            Block(number, use == "numbered", kind) for number, kind in enumerate(kinds)
+        )
+        if use == "tied":
+            self.blocks[3].up.weight = self.blocks[1].up.weight
         if use == "beside a tower":  # of images, which are not given
             self.tower = nn.ModuleList(Block(number, False) for number in range(count))
         self.head = nn.Linear(EMBED, VOCAB)
@@ -267,12 +272,15 @@ class Blocks(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, number: int, numbered: bool) -> None:
+    def __init__(self, number: int, numbered: bool, kind: str = "a") -> None:
         super().__init__()
-        self.layer_idx, self.numbered = number, numbered
+        self.layer_idx, self.numbered, self.kind = number, numbered, kind
         self.up = nn.Linear(EMBED, EMBED)
+        if kind == "c":
+            self.down = nn.Linear(EMBED, EMBED)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sin() if self.kind == "b" else self.down(x) if self.kind == "c" else x
         return x + self.up(x).tanh() / (self.layer_idx + 1 if self.numbered else 1)
 
 
