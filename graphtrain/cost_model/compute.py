@@ -14,7 +14,10 @@ from graphtrain.config.schema import is_imported
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.update_flops import update_flops
 from graphtrain.models.flops import Part, forward_flops_by_part
-from graphtrain.models.grouped_matmul_support import step_computes_all_experts
+from graphtrain.models.grouped_matmul_support import (
+    imported_step_computes_all_experts,
+    step_computes_all_experts,
+)
 
 _Flops = dict[Part, float]
 # Array axes whose split divides the work of a part among devices.
@@ -127,17 +130,20 @@ def replicated(parts: Sequence[PartFlops]) -> dict[tuple[str, ...], list[Part]]:
     return found
 
 
-def computes_all_experts(program: ResolvedProgram) -> str:
+def computes_all_experts(program: ResolvedProgram, *, is_serving: bool = False) -> str:
     """Return why a mixture computes experts that its tokens did not choose; empty if it does not.
 
     Args:
         program: the program, whose model may be imported.
+        is_serving: whether the question is about decoding instead of the training step.
     """
     native = with_padding_layers(program)
     if native.model.moe is None:
         return ""
-    if is_imported(program.model) and program.target.platform != "tpu":
-        return f"imported mixtures have no grouped matrix product on {program.target}"
+    if is_imported(program.model):
+        if is_serving and program.target.platform == "cpu":
+            return "decoding has too few choices for products of blocks of rows"
+        return imported_step_computes_all_experts(native)
     return step_computes_all_experts(native)
 
 

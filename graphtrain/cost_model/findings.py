@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import is_imported
 from graphtrain.cost_model.compute import (
     PartFlops,
     computes_all_experts,
@@ -104,10 +105,11 @@ def _needless_flops(program: ResolvedProgram, excess: float | None) -> Iterator[
     yield from repeats
     if moe is not None and (reason := computes_all_experts(program)):
         share = excess if excess is not None else expected_excess(program, flash=flash)
+        remedy = " Set program.model.moe.capacity_factor, for example to 1.25."
         yield (
             f"the mixture computes {moe.experts} experts for each token's "
             f"{moe.experts_per_token}: {reason}. The step computes {share:.1f} x the FLOPs of the "
-            "chosen experts. Set program.model.moe.capacity_factor, for example to 1.25."
+            f"chosen experts.{'' if is_imported(program.model) else remedy}"
         )
         return
     known = expected_excess(program, flash=flash)

@@ -125,7 +125,9 @@ def _replicated_cache(model: ServedSizes) -> Iterator[str]:
 
 
 def _all_experts(model: ServedSizes) -> Iterator[str]:
-    if model.native.model.moe is not None and (reason := computes_all_experts(model.program)):
+    if model.native.model.moe is not None and (
+        reason := computes_all_experts(model.program, is_serving=True)
+    ):
         yield f"every token is computed by all experts: {reason}."
 
 

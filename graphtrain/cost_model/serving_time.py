@@ -101,7 +101,7 @@ def _flops_of_device(model: ServedSizes, slots: int, tokens: int) -> float:
     parts = forward_flops_by_part(native.model, sum(model.positions) // len(model.positions))
     batch = set(program.rules.activations.get("batch", ()))
     unneeded = 1.0
-    if native.model.moe is not None and computes_all_experts(program):
+    if native.model.moe is not None and computes_all_experts(program, is_serving=True):
         unneeded = native.model.moe.experts / native.model.moe.experts_per_token
     total = 0.0
     for name, flops in parts.items():
@@ -133,7 +133,7 @@ def _weights_read(model: ServedSizes, tokens: int) -> float:
     read all experts, others those that tokens chose.
     """
     mixture, share = model.native.model.moe, 1.0
-    if mixture is not None and not computes_all_experts(model.program):
+    if mixture is not None and not computes_all_experts(model.program, is_serving=True):
         share = min(1.0, tokens * mixture.experts_per_token / mixture.experts)
     tables = {each.path for each in vocab_weights(model.weights)[:-1]}
     # GPUs read codes, and write and read the converted matrix; products of one row convert inside.

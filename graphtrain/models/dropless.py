@@ -21,8 +21,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from graphtrain.models.block_products import multiply_blocks
 from graphtrain.models.grouped_matmul import arrange, grouped_matmul
-from graphtrain.models.grouped_matmul_support import BLOCK, why_no_grouped_matmul
+from graphtrain.models.grouped_matmul_support import (
+    BLOCK,
+    rows_of_block,
+    why_no_grouped_matmul,
+)
 from graphtrain.models.matmul import dot
 from graphtrain.models.projection import PROJECTION
 from lowering.tracing.constrain import mesh_axes_of, placement
@@ -63,6 +68,7 @@ def dropless_experts(
     gate_up: list[ExpertWeight],
     down: ExpertWeight,
     biases: list[jax.Array] | None = None,
+    loops: bool = False,
 ) -> Float[Array, "batch seq embed"]:
     """Apply to each token the experts that it chose, without dropping any (dropless MoE).
 
@@ -74,12 +80,14 @@ def dropless_experts(
         gate_up: Gate and up weights, or up alone, each (experts, embed, mlp).
         down: Down weights (experts, mlp, embed).
         biases: Biases (experts, mlp) of the products with `gate_up`; without them, there are none.
+        loops: Whether machines without kernels multiply in loops over blocks of rows, if a device
+            has all experts and enough choices.
 
     LoRA factors are added to the products; kernels multiply by the merged weights.
     """
     biases = biases or []
     context = placement()
-    run = partial(_sorted_experts, combine)
+    run = partial(_sorted_experts, combine, loops)
     tokens, expert_axes, mlp_axes = (
         (mesh_axes_of("batch") or None, mesh_axes_of("seq") or None),
         mesh_axes_of("experts"),
@@ -110,6 +118,7 @@ def dropless_experts(
 
 def _sorted_experts(
     combine: GateUpFunction,
+    loops: bool,
     expert_axes: tuple[str, ...],
     mlp_axes: tuple[str, ...],
     x: jax.Array,
@@ -123,6 +132,7 @@ def _sorted_experts(
 
     Args:
         combine: As in dropless_experts.
+        loops: As in dropless_experts.
         expert_axes: Mesh axes that shard the experts.
         mlp_axes: Mesh axes that shard the hidden width of an expert.
         x: Tokens of this device (batch, seq, embed).
@@ -142,11 +152,13 @@ def _sorted_experts(
     is_local = (experts >= first_expert) & (experts < first_expert + len(down.weight))
     local_experts = jnp.where(is_local, experts - first_expert, len(down.weight))
     local_shares = jnp.where(is_local, shares, 0)
-    apply = (
-        _experts_in_blocks
-        if _has_grouped_matmul(down.weight, experts.size)
-        else _experts_by_ragged_product
-    )
+    block = rows_of_block(experts.size, len(down.weight)) if loops and shards == 1 else 0
+    if _has_grouped_matmul(down.weight, experts.size):
+        apply = _experts_in_blocks
+    elif block:
+        apply = partial(_experts_in_blocks, loop_block=block)
+    else:
+        apply = _experts_by_ragged_product
     total = apply(combine, x, local_shares, local_experts, gate_up_weights, down, biases, shards)
     if mlp_axes:
         total = jax.lax.psum(total, mlp_axes)
@@ -228,10 +240,14 @@ def _experts_in_blocks(
     down: ExpertWeight,
     biases: list[jax.Array],
     shards: int,
+    loop_block: int = 0,
 ) -> jax.Array:
-    """Return what _experts_by_ragged_product does, with grouped matrix products."""
-    chosen = experts.shape[-1]
-    blocks = arrange(experts.reshape(-1), len(down.weight))
+    """Return what _experts_by_ragged_product does, with products of blocks of rows.
+
+    They are kernels; or loops over blocks of `loop_block` rows.
+    """
+    chosen, block = experts.shape[-1], loop_block or BLOCK
+    blocks = arrange(experts.reshape(-1), len(down.weight), block)
     tokens = (
         jnp.full(blocks.rows, len(x))
         .at[blocks.slots]
@@ -242,10 +258,14 @@ def _experts_in_blocks(
     expected = experts.size // shards + len(down.weight) * BLOCK // 2
 
     def product(rows: jax.Array, weights: ExpertWeight) -> jax.Array:
-        out = grouped_matmul(rows, weights.merged(rows.dtype), blocks, expected)
+        merged = weights.merged(rows.dtype)
+        if loop_block:
+            out = multiply_blocks(rows, merged, blocks.experts)
+        else:
+            out = grouped_matmul(rows, merged, blocks, expected)
         return checkpoint_name(out, PROJECTION)
 
-    of_rows = [jnp.repeat(bias[blocks.experts], BLOCK, axis=0) for bias in biases]
+    of_rows = [jnp.repeat(bias[blocks.experts], block, axis=0) for bias in biases]
     hidden = combine(add_biases([product(rows, each) for each in gate_up_weights], of_rows))
     out = product(hidden, down)
     choices = jnp.take(out, blocks.slots, axis=0, mode="fill", fill_value=0)

@@ -35,24 +35,25 @@ class RowBlocks(NamedTuple):
     rows: int  # number of rows, including padding
 
 
-def arrange(experts: Array, count: int) -> RowBlocks:
+def arrange(experts: Array, count: int, block: int = BLOCK) -> RowBlocks:
     """Arrange choices in blocks by expert.
 
     Args:
         experts: Expert of each choice (choices); `count` if the expert is on another device.
         count: Number of experts on this device.
+        block: Rows of a block.
     """
     chosen = experts[:, None] == jnp.arange(count)
     order = jnp.argsort(experts, stable=True)
     sizes = chosen.sum(0, dtype=jnp.int32)
-    ends = jnp.cumsum(-(-sizes // BLOCK))
-    blocks = -(-len(experts) // BLOCK) + count
-    rows = blocks * BLOCK
+    ends = jnp.cumsum(-(-sizes // block))
+    blocks = -(-len(experts) // block) + count
+    rows = blocks * block
     # Rank of each choice among those of its expert: its place in sorted order, minus where the
     # expert's choices begin there.
     ranks = jnp.zeros_like(experts).at[order].set(jnp.arange(len(experts), dtype=experts.dtype))
     begins = jnp.cumsum(sizes) - sizes
-    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]]) * BLOCK
+    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]]) * block
     local = jnp.minimum(experts, count - 1)
     slots = jnp.where(experts < count, ranks - begins[local] + starts[local], rows)
     of_blocks = jnp.searchsorted(ends, jnp.arange(blocks), side="right")

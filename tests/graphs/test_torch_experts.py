@@ -1,22 +1,27 @@
 """Mixtures of transformers: tokens go to their experts alone, and every expert is used."""
 
 import dataclasses
+import json
 from importlib.util import find_spec
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from programs import alone, loaded, lower, program
+from programs import alone, batch, loaded, lower, placed_inputs, program
 from test_parallel import assert_close, loss_and_gradients
-from torch_families import imported
+from test_torch_models import eager_loss, module_of, state_of
+from torch_families import FAMILIES, imported
 
 from graphtrain.config.schema import Batch, Mesh, PipelineSettings, TorchModel
 from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend import experts
 from graphtrain.torch_frontend.load_balancing import LoadBalancing
-from graphtrain.torch_frontend.parity import check_parity
+from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.parity import check_parity, unstack_weights
+from lowering.trees import flatten
 from sharding_rules.errors import ShardingError
 
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -52,8 +57,38 @@ def test_experts_over_devices_have_the_gradients_of_one_that_computes_all(tmp_pa
         batch=Batch(global_batch_size=8, seq_len=8),
     )
     want = loss_and_gradients(alone(of))
-    with mock.patch.object(experts, "has_grouped_matmul", lambda: True):  # as on a TPU
+    with mock.patch.object(experts, "computes_active_experts", lambda *sizes: True):  # as on a TPU
         assert_close(loss_and_gradients(of), want)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_on_a_cpu_tokens_are_multiplied_by_their_experts_alone(kind, tmp_path):
+    """gpt-oss has biases and a gate of its own. FLOP are the compiled program's own count."""
+    experts_count, chosen, embed, mlp = 8, 2, 32, 48
+    config = FAMILIES["mixtral"] | {"num_hidden_layers": 1, "num_local_experts": experts_count}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"model_type": kind, "head_dim": 8}))
+    of = program(
+        target="cpu:2",
+        mesh=Mesh(data=2),
+        model=TorchModel(hf=str(path), dtype="float32", remat="none"),
+        batch=Batch(global_batch_size=64, seq_len=32),
+    )
+    step, module, inputs = loaded(of, "gradients"), module_of(of), batch(of)
+    eager_loss(module, inputs).backward()
+    state = placed_inputs(step, "state", state_of(of, module))
+    got = step(state, placed_inputs(step, "batch", inputs))["gradients"]
+    found = unstack_weights(open_model(of.model), flatten(jax.device_get(got)))
+    for name, parameter in module.named_parameters():
+        np.testing.assert_allclose(found[name], parameter.grad.numpy(), atol=1e-6, err_msg=name)
+    flops = step.record["flops"]
+    with mock.patch.object(experts, "computes_active_experts", lambda *sizes: False):
+        # Another program, as those that are loaded are kept; the attention is the same.
+        other = dataclasses.replace(of, model=dataclasses.replace(of.model, attention="dense"))
+        of_all = loaded(other, "gradients").record["flops"]
+    of_expert = 3 * 2 * (64 * 32 // 2) * 3 * embed * mlp  # of all tokens of a device
+    others = of_all - experts_count * of_expert
+    assert flops - others <= 1.25 * chosen * of_expert
 
 
 def test_what_balances_all_tokens_at_once_is_refused_in_parts(tmp_path):
