@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters
+from graphtrain.checkpoints.layer_order import LayerOrder
 from graphtrain.checkpoints.steps import Retention, saved_steps
 from graphtrain.errors import TrainingError
+from lowering.xla.backend import from_shards
 
 
 def state(rows=8):
@@ -59,6 +61,24 @@ def test_arrays_of_another_program_are_named(tmp_path):
         TrainingError, match=r"parameters/head is float32 \[8, 64\] in the checkpoint and float"
     ):
         checkpoints.restore(1, described(state(rows=16)))
+    checkpoints.close()
+
+
+def test_blocks_that_were_saved_one_by_one_are_rows_of_a_stack(tmp_path):
+    ups = np.random.default_rng(0).random((3, 4, 2)).astype(np.float32)
+    blocks = {str(number): {"up": jax.device_put(up)} for number, up in enumerate(ups)}
+    checkpoints = Checkpoints(tmp_path, Retention(1), LayerOrder(None, from_shards, by_shape=True))
+    checkpoints.save(1, {"parameters": {"layers": blocks}, "step": jax.device_put(np.int32(1))}, {})
+    checkpoints.wait()
+    stacked = {"0": {"up": jax.device_put(ups[0])}, "1-2": {"up": jax.device_put(ups[1:])}}
+    wanted = {"parameters": {"layers": stacked}, "step": jax.device_put(np.int32(0))}
+    restored = checkpoints.restore(1, described(wanted)).state
+    assert int(restored["step"]) == 1
+    for name, block in stacked.items():
+        np.testing.assert_array_equal(restored["parameters"]["layers"][name]["up"], block["up"])
+    wanted["parameters"]["layers"]["1-2"]["up"] = jax.device_put(ups[1:, :3])
+    with pytest.raises(TrainingError, match=r"layers/1-2/up is float32 \[2, 4, 2\] in the checkpo"):
+        checkpoints.restore(1, described(wanted))
     checkpoints.close()
 
 
