@@ -55,6 +55,19 @@ def part_reader(where: Path, path: str) -> Callable[[Index], np.ndarray]:
     return lambda index: np.asarray(array[index].read().result())
 
 
+def array_shape(checkpoint_path: Path, path: str) -> tuple[int, ...]:
+    """Return the shape of one array of a checkpoint, without its contents.
+
+    Raises:
+        TrainingError: there is no such array, or it is damaged.
+    """
+    try:
+        return tuple(private_orbax.open_array(checkpoint_path, path).shape)
+    except ValueError as error:
+        reason = str(error).partition(" [tensorstore_spec")[0]
+        raise TrainingError(f"its array {path} is missing or damaged: {reason}") from error
+
+
 def restore_array(directory: Path, step: int, path: str) -> np.ndarray:
     """Load one complete array of a checkpoint's state, by its path, into host memory.
 

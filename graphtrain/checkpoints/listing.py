@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from graphtrain.checkpoints.arrays import array_shape
 from graphtrain.checkpoints.info import read_checkpoint_info
 from graphtrain.checkpoints.manifest import NAME as MANIFEST
 from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files
@@ -109,10 +110,17 @@ def _describe_remote(remote: RemoteCheckpoints, step: int) -> StoredCheckpoint:
 
 
 def verify_local(run_directory: Path, step: int) -> str | None:
-    """Read every byte of a checkpoint; return the reason why it is damaged, or None."""
+    """Read every byte of a checkpoint; return the reason why it is damaged, or None.
+
+    Each array that the checkpoint names must be there: a manifest may be of too few files.
+    """
+    directory = run_directory / "checkpoints"
     try:
-        verify_files(run_directory / "checkpoints" / str(step))
-        read_checkpoint_info(run_directory / "checkpoints", step)
+        verify_files(directory / str(step))
+        info = read_checkpoint_info(directory, step)
+        for path, (shape, _) in info.arrays.items():
+            if array_shape(directory / str(step), path) != tuple(shape):
+                return f"{path} has another shape than it was saved with"
     except DamagedCheckpoint as error:
         return error.reason
     except TrainingError as error:

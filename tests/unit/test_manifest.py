@@ -9,6 +9,7 @@ import pytest
 
 from graphtrain.checkpoints import verified_reading
 from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters
+from graphtrain.checkpoints.listing import verify_local
 from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files, write_manifest
 from graphtrain.checkpoints.steps import Retention, saved_steps
 from graphtrain.checkpoints.verified_reading import verified_while_reading
@@ -91,6 +92,17 @@ def test_a_missing_shortened_or_added_manifest_file_is_said(tmp_path):
     (step / "manifest.json").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"manifest.json is missing"):
         restore_parameters(tmp_path, 1, described()["parameters"])
+
+
+def test_a_manifest_of_too_few_files_is_not_called_intact(tmp_path):
+    step = save(tmp_path / "checkpoints")
+    assert verify_local(tmp_path, 1) is None
+    for file in (step / "state").rglob("d/*"):
+        file.unlink()
+    (step / "manifest.json").unlink()
+    write_manifest(step)  # as of a directory into which two runs wrote
+    reason = verify_local(tmp_path, 1)
+    assert reason is not None and "parameters/head is missing or damaged" in reason
 
 
 def test_ranks_share_the_files(tmp_path):
