@@ -16,7 +16,7 @@ from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.chunk_size import loss_chunk
 from graphtrain.models.optimizer_support import check_optimizer
 from graphtrain.models.shapes import state_arrays
-from graphtrain.planning.candidate import Candidate
+from graphtrain.planning.candidate import Candidate, offloads
 from lowering.errors import LoweringError
 from lowering.machine.target import Achieved, Target
 from sharding_rules.arrays import ArraySpec
@@ -43,7 +43,7 @@ class SearchOptions:
     context: bool = True
     remats: tuple[Remat, ...] = ("none", "attention", "dots", "full")
     arrays: Mapping[str, ArraySpec] | None = None  # parameters of a model that is not native
-    offload: bool = False  # to host memory, of strategies that do not fit otherwise
+    offload: bool = False  # whether what does not fit is also tried with host memory
     batch_sizes: tuple[int, ...] = ()  # global batch sizes; none: that of the program
     capacity: int | None = None  # bytes of a device that a step may use; None: the target's
 
@@ -122,6 +122,8 @@ def _candidate(
     estimated_time = step_time(
         program, estimated_memory, collectives, bubble_of(program), achieved, flash
     )
+    if offloads(program):  # the time of transfers to host memory is not known
+        estimated_time = replace(estimated_time, memory=None)
     seconds = estimated_time.total if estimated_time.is_complete else None
     utilization = mfu(program, seconds, causal=flash)
     sent_bytes = sum(each.wire_bytes_per_step for each in collectives)

@@ -39,6 +39,10 @@ FAMILIES = (
     "moments",
 )
 _NO_LIMITS = SearchSettings()
+_OFFLOADED = (
+    "tried, because nothing fits without it; how long transfers to host memory take is not known, "
+    "so times are lower bounds"
+)
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,11 @@ def search(program: Program, keep: int = 20, settings: SearchSettings = _NO_LIMI
     start_time, task, tally = time.perf_counter(), _Task.of(program, settings), _Tally()
     for candidate in candidates(task.program, choices=task.choices):
         tally.add(candidate)
+    if tally.considered and not tally.fitting and _can_offload(program):
+        tally, offload = _Tally(), replace(task.choices, offload=True)
+        for candidate in candidates(task.program, choices=offload):
+            tally.add(candidate)
+        task.not_tried["offload"] = _OFFLOADED
     if not tally.considered:
         raise PlanError(
             f"no strategy divides batch.global_batch_size = {program.batch.global_batch_size} and "
@@ -143,6 +152,12 @@ def search(program: Program, keep: int = 20, settings: SearchSettings = _NO_LIMI
         seconds=time.perf_counter() - start_time,
         batches=tally.best_by_batch if len(task.choices.batch_sizes) > 1 else (),
     )
+
+
+def _can_offload(program: Program) -> bool:
+    """Return whether the platform has host memory beside that of the device."""
+    target = Target.parse(program.target)
+    return target.is_gpu or target.platform == "tpu"
 
 
 def _ruled_out(program: Program) -> dict[str, str]:

@@ -64,9 +64,9 @@ def test_an_adapter_stays_that_of_the_configuration():
 
 
 def test_larger_batches_are_compared_by_the_time_of_a_token():
-    found = search(PROGRAM, settings=Limits(max_global_batch_size=24))
+    found = search(PROGRAM, settings=Limits(max_global_batch_size=12))
     by_batch = {one.program.batch.global_batch_size: one for one in found.batches}
-    assert sorted(by_batch) == [4, 8, 16, 24]
+    assert sorted(by_batch) == [4, 8, 12]
     rates = {size: one.tokens_per_second for size, one in by_batch.items()}
     best = found.ranked[0]
     assert best.tokens_per_second == pytest.approx(max(rates.values()), rel=0.006)
@@ -111,3 +111,16 @@ def test_the_memory_of_a_device_is_a_limit():
     assert all(one.memory.peak <= free * 0.9e9 for one in half.ranked)
     nothing = search(PROGRAM, settings=Limits(device_memory_gb=1e-6))
     assert nothing.ranked == () and "nothing fits" in nothing.rejected["tensor 1"]
+
+
+def test_host_memory_is_used_where_nothing_fits_without_it():
+    smallest = min(one.memory.peak for one in candidates(PROGRAM))
+    limits = Limits(device_memory_gb=0.97 * smallest / 1e9, memory_fraction=1.0)
+    found = search(PROGRAM, settings=limits)
+    best = found.ranked[0]
+    assert best.program.optimizer.offload_to_host and best.memory.fits
+    assert best.tokens_per_second is None and best.mfu is None  # a bound, without the transfers
+    assert found.rejected["offload"].startswith("tried, because nothing fits without it")
+    assert "offload" not in search(PROGRAM).rejected
+    on_cpu = replace(PROGRAM, target="cpu:4")
+    assert search(on_cpu, settings=Limits(device_memory_gb=1e-6)).ranked == ()
