@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +19,10 @@ from graphtrain.graphs.pipeline_weights import (
 )
 from graphtrain.graphs.preference import answer_score, pair_count, pipelined_dpo
 from graphtrain.graphs.token_loss import weighted_loss
+from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.pipeline_stages import Keys, LossFunction
-from lowering.pipeline.schedule import Pipeline
+from lowering.pipeline.schedule import PartWeights, Pipeline
+from lowering.tracing.constrain import constrain
 from lowering.trees import Tree
 from sharding_rules.pipeline import Stages
 
@@ -57,21 +60,49 @@ def training_pipeline(
         batch = {**batch, "weights": scaled(batch["weights"] / total, scale)}
         pipeline = _cross_entropy(program, stages, keys, term_weight, batch["tokens"])
     recompute = program.pipeline.recomputes_stages(program.model.remat)
-    return replace(pipeline, remat=recompute), batch
+    return _isolating_documents(replace(pipeline, remat=recompute), batch)
 
 
-def evaluation_pipeline(program: ResolvedProgram, stages: Stages, tokens: jax.Array) -> Pipeline:
-    """Return the pipeline whose metric is the loss, summed over targets or pairs, without dropout.
+def evaluation_pipeline(
+    program: ResolvedProgram, stages: Stages, batch: Tree
+) -> tuple[Pipeline, Tree]:
+    """Return the pipeline of an evaluation, and the batch for it; without dropout.
+
+    Its metric is the loss, summed over targets or pairs.
 
     Args:
         program: Settings.
         stages: Division of the layers.
-        tokens: Token ids of all microbatches (microbatches, batch, seq).
+        batch: Arrays of all microbatches (microbatches, batch, seq).
     """
     if program.loss.kind == "dpo":
         # Forward passes alone follow gpipe or circular, in which no stages share positions.
-        return _preference(program, stages, None, (1.0, 1.0), tokens, False)
-    return _cross_entropy(program, stages, None, 1.0, tokens)
+        pipeline = _preference(program, stages, None, (1.0, 1.0), batch["tokens"], False)
+    else:
+        pipeline = _cross_entropy(program, stages, None, 1.0, batch["tokens"])
+    return _isolating_documents(pipeline, batch)
+
+
+def _isolating_documents(pipeline: Pipeline, batch: Tree) -> tuple[Pipeline, Tree]:
+    """Let embedding and stages isolate the documents of a batch, if it has any.
+
+    Every device gets the segment ids of its sequences once, before the loop over ticks.
+    """
+    if "documents" not in batch:
+        return pipeline, batch
+    documents = constrain(batch["documents"], "microbatch", "batch", None)
+
+    def first(weights: PartWeights, microbatch: Tree, index: jax.Array) -> jax.Array:
+        with isolate_documents(microbatch["documents"]):
+            return pipeline.first(weights, microbatch, index)
+
+    def stage_context(arrays: Tree) -> AbstractContextManager:
+        return isolate_documents(arrays["documents"])
+
+    isolating = replace(
+        pipeline, first=first, read_by_stages=("documents",), stage_context=stage_context
+    )
+    return isolating, {**batch, "documents": documents}
 
 
 def _cross_entropy(

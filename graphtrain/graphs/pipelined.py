@@ -72,6 +72,6 @@ def pipelined_loss(
     )
     rows = 2 * devices if program.loss.kind == "dpo" else devices  # both answers of a pair
     microbatches = split_batch(batch, stages.stages, rows)
-    pipeline = evaluation_pipeline(program, stages, microbatches["tokens"])
+    pipeline, microbatches = evaluation_pipeline(program, stages, microbatches)
     weights = part_weights(model, parameters, frozen)
     return metrics_by_name(pipeline_loss(pipeline, weights, microbatches).metrics)["loss"]

@@ -20,9 +20,8 @@ from graphtrain.config.schema import Model
 from graphtrain.models import init
 from graphtrain.models.ahead import AheadModule
 from graphtrain.models.attention import kv_cache
-from graphtrain.models.attention.ring_order import axis_to_ring_order
+from graphtrain.models.attention.ring_order import axis_to_ring_order, document_positions
 from graphtrain.models.attention.score_mods import soft_cap
-from graphtrain.models.attention.segment_mask import segment_positions
 from graphtrain.models.block import (
     GATHERED_AXES,
     RESIDUAL_AXES,
@@ -89,10 +88,10 @@ class Embedding(nnx.Module):
                     f"= {rows}, the "
                     "number of learned positions; use shorter sequences"
                 )
-            if (document_positions := segment_positions()) is not None:
+            if (in_documents := document_positions()) is not None:
                 # Gather the table over embed before the lookup, as for token ids.
                 table = constrain(self.positions[:length], "positions", "embed")
-                x = x + constrain(jnp.take(table, document_positions, axis=0), *GATHERED_AXES)
+                x = x + constrain(jnp.take(table, in_documents, axis=0), *GATHERED_AXES)
             elif (new_positions := kv_cache.cache_positions(length)) is not None:
                 x = x + jnp.take(self.positions[...], new_positions, axis=0, mode="clip")
             else:

@@ -67,17 +67,19 @@ def recorded_one_f_one_b(
     count = len(jax.tree.leaves(microbatches)[0])
     order = TickOrder(ring, count, pipeline.virtual_stages)
 
-    def device(parameters: Tree, queue: jax.Array, shards: Tree) -> Any:
+    def device(parameters: Tree, queue: jax.Array, shards: Tree, of_all: Tree) -> Any:
         shards = jax.tree.map(lambda shard: shard[..., 0], shards)
         with manual_axes(manual):
-            work = DeviceWork(pipeline, order, mesh_axes_size(copies.all), parameters, shards)
+            devices = mesh_axes_size(copies.all)
+            work = DeviceWork(pipeline, order, devices, parameters, shards, of_all)
             value, gradients, queue, recorded = device_gradients(work, queue)
         totals = {group: lax.psum(gradients[group], axes) for group, axes in summed.items()}
         return scalars_as_arrays(value), totals, queue, recorded
 
     parameter_specs = pipeline.parameter_specs(ring)
     queue_spec = PartitionSpec(ring.axis, *copies)
-    specs = parameter_specs, queue_spec, PartitionSpec(None, *copies, ring.axis)
+    shard_spec = PartitionSpec(None, *copies, ring.axis)
+    specs = parameter_specs, queue_spec, shard_spec, PartitionSpec(None, copies.batch)
     of_device = stage_spec(ring, copies), last_spec(ring, copies)
     outputs = PartitionSpec(manual), parameter_specs, queue_spec, (of_device, of_device)
     forward_backward = map_stages(device, manual, specs, outputs)
@@ -90,9 +92,10 @@ def recorded_one_f_one_b(
         has_aux=True,
     )
     # Shard s contains positions s, s + S, ..., which keeps a split over tensor or context.
-    shards = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, ring.size), microbatches)
+    divided, of_all = pipeline.divide(microbatches)
+    shards = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, ring.size), divided)
     values, gradients, queue_gradient, (forward, backward) = forward_backward(
-        loop_parameters(parameters), queue, shards
+        loop_parameters(parameters), queue, shards, of_all
     )
     gradients["first"], back_first = embed_back(queue_gradient)
     recorded, back = (

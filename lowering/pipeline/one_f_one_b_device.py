@@ -53,6 +53,7 @@ class DeviceWork:
     # PartWeights of this stage, and all of `last`
     parameters: dict[str, PartWeights]
     shards: Tree  # positions for which this stage computes the loss, of all microbatches
+    of_all: Tree  # arrays that stages read, of all microbatches
 
     @property
     def ring(self) -> Ring:
@@ -169,7 +170,7 @@ class DeviceWork:
 
     def _stage(self, rows: PartWeights, x: jax.Array, this: ChunkPass) -> StageResult:
         chunk = this.turn * self.ring.size + self.ring.index
-        return self.pipeline.stage(rows, x, this.microbatch, chunk)
+        return self.pipeline.run_stage(rows, x, this.microbatch, chunk, self.of_all)
 
     def _rows(self, stages: Tree, this: ChunkPass) -> Tree:
         """Return the rows of a chunk."""

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from lowering.pipeline.recorded import Wanted
-from lowering.pipeline.ring import Ring
+from lowering.pipeline.ring import Ring, read_slot
 from lowering.tracing.constrain import mesh_axes_of, placement
 from lowering.tracing.recording import Recorded, call_recording
 from lowering.trees import Tree
@@ -99,6 +100,10 @@ class Pipeline:
     )
     # A stage computes a ring's part of the positions, given only that part of x.
     splits_positions: bool = False
+    # Names of the arrays of a microbatch that every stage reads, with all positions, and the
+    # context of these arrays in which a stage runs.
+    read_by_stages: tuple[str, ...] = ()
+    stage_context: Callable[[Tree], AbstractContextManager] = lambda arrays: nullcontext()
     wanted: Wanted | None = None  # named activations that are returned; None: none
 
     def recorded(
@@ -106,6 +111,28 @@ class Pipeline:
     ) -> tuple[Any, Recorded]:
         """Call a part of the pipeline; return its result and the activations that are wanted."""
         return call_recording(self.wanted and self.wanted.values, slots, part, *inputs)
+
+    def divide(self, microbatches: Tree) -> tuple[Tree, Tree]:
+        """Divide arrays of the microbatches: those that stages divide, and those that all read."""
+        if not self.read_by_stages:
+            return microbatches, {}
+        read = {name: microbatches[name] for name in self.read_by_stages}
+        return {name: microbatches[name] for name in microbatches.keys() - read.keys()}, read
+
+    def run_stage(
+        self, rows: PartWeights, x: jax.Array, microbatch: jax.Array, chunk: jax.Array, arrays: Tree
+    ) -> StageResult:
+        """Call `stage` in its context.
+
+        Args:
+            rows: Parameters of a chunk.
+            x: Its input.
+            microbatch: Index of the microbatch.
+            chunk: Index of the chunk.
+            arrays: Those that stages read, of all microbatches.
+        """
+        with self.stage_context(jax.tree.map(lambda array: read_slot(array, microbatch), arrays)):
+            return self.stage(rows, x, microbatch, chunk)
 
     def embed(
         self, ring: Ring, weights: PartWeights, microbatches: Tree, slots: Recorded

@@ -61,21 +61,25 @@ def recorded_pipeline_loss(
     count = len(jax.tree.leaves(microbatches)[0])
     order = TickOrder(ring, count, pipeline.virtual_stages)
 
-    def device(parameters: Tree, queue: jax.Array, block: Tree, slots: _OfDevice) -> Any:
+    def device(
+        parameters: Tree, queue: jax.Array, block: Tree, of_all: Tree, slots: _OfDevice
+    ) -> Any:
         with manual_axes(manual):
+            work = _chunk_work(pipeline, ring, of_all)
             loss, recorded = _forward(
-                pipeline, order, mesh_axes_size(copies.all), parameters, queue, block, slots
+                pipeline, order, mesh_axes_size(copies.all), work, parameters, queue, block, slots
             )
         return scalars_as_arrays(loss), recorded
 
     blocks = PartitionSpec(ring.axis, *copies)
     of_device = stage_spec(ring, copies), last_spec(ring, copies)
-    specs = pipeline.parameter_specs(ring), blocks, blocks, of_device
+    read = PartitionSpec(None, copies.batch)
+    specs = pipeline.parameter_specs(ring), blocks, blocks, read, of_device
     each = map_stages(device, manual, specs, (PartitionSpec(manual), of_device))
     queue, of_first = pipeline.embed(ring, parameters["first"], microbatches, slots.first)
     slots_of_device = order.to_ticks(slots.stages, order.forward), slots.last
     losses, (of_stages, of_last) = each(
-        loop_parameters(parameters), queue, microbatches, slots_of_device
+        loop_parameters(parameters), queue, *pipeline.divide(microbatches), slots_of_device
     )
     of_stages = order.to_microbatches(of_stages, order.forward)
     return jax.tree.map(jnp.sum, losses), RecordedParts(of_first, of_stages, of_last)
@@ -88,6 +92,7 @@ def _forward(
     pipeline: Pipeline,
     order: TickOrder,
     copies: int,
+    work: Callable,
     parameters: Tree,
     queue: jax.Array,
     block: Tree,
@@ -95,7 +100,7 @@ def _forward(
 ) -> tuple[PipelineLoss, _OfDevice]:
     """Run one device's forward pass: its chunks of all microbatches, and the loss of its block."""
     ring, microbatches = order.ring, order.microbatches
-    rounds, work = pipeline.virtual_stages, _chunk_work(pipeline, ring)
+    rounds = pipeline.virtual_stages
 
     def exchange(tick: jax.Array, ticks: range, x: jax.Array, queue: jax.Array) -> tuple[Any, Any]:
         def pass_on(new: jax.Array) -> jax.Array:
@@ -127,14 +132,20 @@ def _forward(
     return pipeline.total(scores, of_stages, copies), (recorded, recorded_last)
 
 
-def _chunk_work(pipeline: Pipeline, ring: Ring) -> Callable:
-    """Return a stage's work in a slot: one microbatch in one round, in tick order."""
+def _chunk_work(pipeline: Pipeline, ring: Ring, of_all: Tree) -> Callable:
+    """Return a stage's work in a slot: one microbatch in one round, in tick order.
+
+    Args:
+        pipeline: The functions to compute.
+        ring: The stages.
+        of_all: Arrays of all microbatches that stages read.
+    """
 
     def work(rows: Tree, x: jax.Array, slot: jax.Array, slots: Recorded) -> tuple[Any, Recorded]:
         microbatch, turn = pass_of(slot, ring.size, pipeline.virtual_stages)
         if pipeline.virtual_stages > 1:
             rows = jax.tree.map(lambda array: read_slot(array, turn), rows)
         chunk = turn * ring.size + ring.index
-        return pipeline.recorded(pipeline.stage, slots, rows, x, microbatch, chunk)
+        return pipeline.recorded(pipeline.run_stage, slots, rows, x, microbatch, chunk, of_all)
 
     return jax.checkpoint(work, prevent_cse=False) if pipeline.remat else work

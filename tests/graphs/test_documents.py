@@ -6,14 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import CUBE, GPT2, LLAMA, alone, batch, loaded, placed_inputs, program, state_of
+from programs import (
+    GEMMA,
+    GPT2,
+    LLAMA,
+    batch,
+    loaded,
+    placed_inputs,
+    program,
+    state_of,
+    stored,
+)
+from test_parallel import assert_close, loss_and_gradients
 
-from graphtrain.config.schema import Batch, Mesh, Model
+from graphtrain.config.schema import Batch, Mesh, Model, PipelineSettings
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.decoder import forward, initialize
-from lowering.trees import flatten
-from sharding_rules.errors import ShardingError
+from lowering.trees import flatten, unflatten
 
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "gemma": GEMMA}
 ALIBI = dataclasses.replace(LLAMA, positions="alibi", remat="full")
 SIZES = [5, 1, 7, 3]
 LENGTH = sum(SIZES)
@@ -58,25 +69,46 @@ def test_gradients_are_those_of_each_document_alone():
         np.testing.assert_allclose(array, flatten(want_gradients)[path], atol=2e-4, err_msg=path)
 
 
-def test_a_mesh_computes_what_one_device_does():
-    split = program(model=LLAMA, batch=dataclasses.replace(APART, microbatches=2), **CUBE)
-    results = []
-    for each in (split, alone(split)):
-        step = loaded(each, "gradients")
-        inputs = {"state": state_of(each), "batch": batch(each)}
-        placed = {name: placed_inputs(step, name, tree) for name, tree in inputs.items()}
-        results.append(jax.device_get(step(placed["state"], placed["batch"])))
-    got, want = results
-    np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
-    for path, array in flatten(got["gradients"]).items():
-        np.testing.assert_allclose(array, flatten(want["gradients"])[path], atol=1e-5, err_msg=path)
+DEEP = {name: dataclasses.replace(model, layers=4) for name, model in MODELS.items()}
+GPIPE, ONE_ONE = PipelineSettings(schedule="gpipe"), PipelineSettings(schedule="1f1b")
+INTERLEAVED = PipelineSettings(schedule="1f1b", virtual_stages=2)
+ULYSSES = ("data", "pipeline", "ulysses")
+MESHES = {
+    "cube": ("llama", Mesh(data=2, fsdp=2, tensor=2), {}),
+    "ring, tensor": ("gemma", Mesh(context=2, tensor=2), {}),
+    "ring": ("gpt2", Mesh(context=4), {}),
+    "gpipe, ring": ("gpt2", Mesh(stage=2, context=2), {"pipeline": GPIPE}),
+    "circular": ("llama", Mesh(stage=2, data=2), {"pipeline": PipelineSettings(virtual_stages=2)}),
+    "1f1b": ("gemma", Mesh(stage=4), {"pipeline": ONE_ONE}),
+    "1f1b, ring": ("gemma", Mesh(stage=2, context=2), {"pipeline": ONE_ONE}),
+    "1f1b, ulysses": ("llama", Mesh(stage=2, context=2), {"pipeline": ONE_ONE, "rules": ULYSSES}),
+    "interleaved": ("gpt2", Mesh(stage=2, fsdp=2), {"pipeline": INTERLEAVED}),
+}
 
 
-def test_what_cannot_keep_documents_apart_says_so():
-    ring = program(batch=APART, target="cpu:2", mesh=Mesh(context=2))
-    words = r"cross_document_attention = false is not supported with ring attention .*cont"
-    with pytest.raises(ShardingError, match=words):
-        loaded(ring, "evaluate")
-    words = "cross_document_attention = false is not supported with a pipeline; set mesh"
-    with pytest.raises(ValueError, match=words):
-        program(batch=APART, target="cpu:2", mesh=Mesh(stage=2))
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_computes_what_one_device_does(name):
+    kind, mesh, settings = MESHES[name]
+    sizes = dataclasses.replace(APART, global_batch_size=16, microbatches=4)
+    one = program(model=DEEP[kind], batch=sizes)
+    devices = int(np.prod(list(vars(mesh).values())))
+    split = dataclasses.replace(one, target=f"cpu:{devices}", mesh=mesh, **settings)
+    want = flatten(stored(split, unflatten(loss_and_gradients(one))))
+    assert_close(loss_and_gradients(split), want)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "ring, tensor"])
+def test_evaluation_isolates_documents_too(name):
+    kind, mesh, settings = MESHES[name]
+    one = program(model=DEEP[kind], batch=APART)
+    sizes = dataclasses.replace(APART, global_batch_size=32, microbatches=4)
+    devices = int(np.prod(list(vars(mesh).values())))
+    split = dataclasses.replace(one, target=f"cpu:{devices}", mesh=mesh, batch=sizes, **settings)
+    inputs = {name: array[0] for name, array in batch(one).items()}
+    losses = []
+    for each in (one, split):
+        evaluate = loaded(each, "evaluate")
+        parameters = placed_inputs(evaluate, "parameters", state_of(each)["parameters"])
+        metrics = evaluate(parameters, placed_inputs(evaluate, "batch", inputs))["metrics"]
+        losses.append(float(metrics["loss_sum"]))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)

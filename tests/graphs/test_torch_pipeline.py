@@ -75,6 +75,15 @@ def test_loss_and_gradients_equal_those_of_one_device(case, folder):
         assert_close(loss_and_gradients(of), flatten(stored(of, want)))
 
 
+@pytest.mark.parametrize("mesh", [Mesh(stage=2, data=4), Mesh(context=2)], ids=["1f1b", "ring"])
+def test_documents_are_isolated_as_on_one_device(mesh, folder):
+    sizes = dataclasses.replace(BATCH, cross_document_attention=False)
+    of = dataclasses.replace(in_stages(folder, "llama", ONE_ONE, mesh), batch=sizes)
+    of = dataclasses.replace(of, target=f"cpu:{mesh.data * mesh.stage * mesh.context}")
+    want = unflatten(loss_and_gradients(one_device(of)))
+    assert_close(loss_and_gradients(of), flatten(stored(of, want)))
+
+
 def of_module(pipeline, mesh, **overrides):
     given = TorchModel(
         torch=f"{MODULES}:Given", vocab=16, dtype="float32", remat="none", overrides=overrides

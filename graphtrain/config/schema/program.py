@@ -308,11 +308,6 @@ def check_pipeline(program: Program, stages: int) -> Stages:
             positions that cannot be divided among the stages.
     """
     batch, pipeline = program.batch, program.pipeline
-    if not batch.cross_document_attention:
-        raise ShardingError(
-            "batch.cross_document_attention = false is not supported with a pipeline; set "
-            "mesh.stage = 1, or cross_document_attention = true"
-        )
     if program.loss.has_chunks:
         raise ShardingError(
             "loss.chunk is not supported with a pipeline, whose stages share the LM head; remove "

@@ -24,7 +24,7 @@ from graphtrain.models.attention.score_mods import (
     score_derivative,
     transform_scores,
 )
-from graphtrain.models.attention.segment_mask import segment_ids
+from graphtrain.models.attention.segment_mask import Masks, mask_pairs, segment_ids
 from graphtrain.models.attention.sinks import add_sinks, by_group, sink_gradients
 from graphtrain.models.matmul import dot
 from lowering.tracing.cpu_hints import cast_round_to_even, materialize
@@ -35,13 +35,6 @@ if TYPE_CHECKING:
 
 _BLOCK = 128  # minimum queries per block, in sequences that have as many
 _BLOCKS = 8  # maximum number of blocks; each is unrolled in the program
-
-
-class Masks(NamedTuple):
-    """Masks in addition to the causal mask."""
-
-    window: jax.Array | None  # sliding window in positions, a scalar
-    documents: jax.Array | None  # segment ids (batch, seq)
 
 
 class Residuals(NamedTuple):
@@ -161,8 +154,7 @@ def _scores(
     distance = queries[:, None, None] - jnp.arange(keys.stop)
     scores = transform_scores(products, distance, scoring, masks.window)
     if (documents := masks.documents) is not None:
-        same_document = documents[:, rows, None] == documents[:, None, keys]
-        scores = jnp.where(same_document[:, None, :, None, :], scores, -jnp.inf)
+        scores = mask_pairs(scores, documents[:, rows], documents[:, keys])
     return products, scores
 
 

@@ -49,6 +49,7 @@ from graphtrain.models.attention.ring_blocks import (
     untile_queries,
 )
 from graphtrain.models.attention.score_mods import ScoreTransform
+from graphtrain.models.attention.segment_mask import Masks, segment_ids
 from graphtrain.models.attention.sinks import add_sinks, by_group, sink_gradients
 from graphtrain.models.projection import PROJECTION
 from lowering.tracing.constrain import Placement, manual_axes, placement
@@ -86,7 +87,7 @@ def ring_attention(
     shard_mapped = partial(_shard_mapped, context, mesh_axes, scoring)
     seq_spec, chunk_spec = PartitionSpec(None, mesh_axes), PartitionSpec(mesh_axes)
     # The window is an array input, because it may differ between layers.
-    layer, layer_spec = _LayerInputs(window, sinks), PartitionSpec()
+    layer, layer_spec = _LayerInputs(Masks(window, segment_ids()), sinks), PartitionSpec()
 
     @jax.custom_vjp
     def ring(query: jax.Array, key: jax.Array, value: jax.Array, layer: _LayerInputs) -> jax.Array:
@@ -109,7 +110,7 @@ def ring_attention(
         in_specs = (*(seq_spec,) * 4, chunk_spec, seq_spec, layer_spec)
         out_specs = (*(seq_spec,) * 3, layer_spec)
         *grads, grad_sinks = shard_mapped(_backward, in_specs, out_specs)(*arrays, gradient, layer)
-        return (*grads, _LayerInputs(None, grad_sinks))
+        return (*grads, _LayerInputs(Masks(None, None), grad_sinks))
 
     ring.defvjp(forward, backward)
     return ring(query, key, value, layer)
@@ -118,7 +119,7 @@ def ring_attention(
 class _LayerInputs(NamedTuple):
     """Inputs besides queries, keys and values; the same on every device of the ring."""
 
-    window: jax.Array | None  # sliding window in positions, a scalar
+    masks: Masks
     sinks: jax.Array | None  # logits of attention sinks (heads,)
 
 
@@ -228,7 +229,7 @@ def _forward(
                 _read_chunk(keys, key_chunk),
                 pair,
                 scoring,
-                layer.window,
+                layer.masks,
             )
             accumulated = _write_chunk(
                 accumulated,
@@ -278,7 +279,7 @@ def _backward(
                 _read_chunk(keys, key_chunk),
                 pair,
                 scoring,
-                layer.window,
+                layer.masks,
             )
             grad_queries = _add_to_chunk(grad_queries, query_chunk, chunk_grads[0])
             grad_keys = _add_to_chunk(grad_keys, key_chunk, chunk_grads[1])

@@ -20,6 +20,7 @@ from graphtrain.models.attention.score_mods import (
     score_derivative,
     transform_scores,
 )
+from graphtrain.models.attention.segment_mask import Masks, mask_pairs
 from graphtrain.models.matmul import dot
 
 _TILE = 512  # maximum queries per tile; scores of one tile exist at a time
@@ -77,17 +78,18 @@ def attend(
     keys: tuple[jax.Array, jax.Array],
     pair: ChunkOffsets,
     scoring: ScoreTransform,
-    window: jax.Array | None = None,
+    masks: Masks,
 ) -> PartialAttention:
     """Compute attention of a chunk of queries as if this chunk of keys and values were all."""
     key, value = keys
 
     def attend_tile(tile: tuple[jax.Array, jax.Array]) -> PartialAttention:
         query, query_start = tile
-        _, scores = _scores(query, key, ChunkOffsets(query_start, pair.key), scoring, window)
+        _, scores = _scores(query, key, ChunkOffsets(query_start, pair.key), scoring, masks)
         log_sum = jax.nn.logsumexp(scores, axis=-1)
-        # A window may hide all these keys from a query; -inf - (-inf) would be NaN.
-        base = log_sum if window is None else jnp.where(jnp.isfinite(log_sum), log_sum, 0)
+        # A mask may hide all these keys from a query; -inf - (-inf) would be NaN.
+        has_mask = masks.window is not None or masks.documents is not None
+        base = jnp.where(jnp.isfinite(log_sum), log_sum, 0) if has_mask else log_sum
         probs = jnp.exp(scores - base[..., None])
         return PartialAttention(dot("bhqgk,bhkd->bhqgd", probs, value, jnp.float32), log_sum)
 
@@ -106,7 +108,7 @@ def gradients(
     keys: tuple[jax.Array, jax.Array],
     pair: ChunkOffsets,
     scoring: ScoreTransform,
-    window: jax.Array | None = None,
+    masks: Masks,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Return a pair of chunks' gradients of its queries, and of its keys and values.
 
@@ -116,13 +118,13 @@ def gradients(
         keys: A chunk of keys, and its values.
         pair: First positions of the chunks.
         scoring: Transformation of query-key products into scores.
-        window: Sliding window in positions; without it, a query sees all earlier keys.
+        masks: Masks of the complete sequences.
     """
     key, value = keys
 
     def tile_gradients(sums: tuple[jax.Array, jax.Array], tile: tuple) -> tuple[tuple, jax.Array]:
         (query, gradient, log_sum, mean), query_start = tile
-        products, scores = _scores(query, key, ChunkOffsets(query_start, pair.key), scoring, window)
+        products, scores = _scores(query, key, ChunkOffsets(query_start, pair.key), scoring, masks)
         probs = jnp.exp(scores - log_sum[..., None])
         grad_probs = dot("bhqgd,bhkd->bhqgk", gradient, value, jnp.float32)
         grad_products = probs * (grad_probs - mean[..., None]) * score_derivative(products, scoring)
@@ -142,13 +144,20 @@ def _scores(
     key: jax.Array,
     pair: ChunkOffsets,
     scoring: ScoreTransform,
-    window: jax.Array | None,
+    masks: Masks,
 ) -> tuple[jax.Array, jax.Array]:
     """Return a tile's products and masked scores (batch, kv_heads, query, group, key), float32."""
     products = dot("bhqgd,bhkd->bhqgk", query, key, jnp.float32)
     relative = jnp.arange(query.shape[2])[:, None, None] - jnp.arange(key.shape[2])
     distance = pair.query - pair.key + relative  # (query, 1, key)
-    return products, transform_scores(products, distance, scoring, window)
+    scores = transform_scores(products, distance, scoring, masks.window)
+    if (documents := masks.documents) is not None:
+        of_queries, of_keys = (
+            lax.dynamic_slice_in_dim(documents, start, count, 1)
+            for start, count in ((pair.query, query.shape[2]), (pair.key, key.shape[2]))
+        )
+        scores = mask_pairs(scores, of_queries, of_keys)
+    return products, scores
 
 
 def _tile_offsets(queries: jax.Array, pair: ChunkOffsets) -> jax.Array:

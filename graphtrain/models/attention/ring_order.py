@@ -36,15 +36,13 @@ def positions(length: int) -> jax.Array:
     cache, positions start at the offset of each row, (batch, length). Where a ring's mesh axes are
     manual, `length` and the result are this device's.
     """
-    if (document_positions := segment_positions()) is not None:
-        return document_positions
+    if (in_documents := document_positions()) is not None:
+        return in_documents
     if (cache_positions := kv_cache.cache_positions(length)) is not None:
         return cache_positions
     if ring := manual_axes_of("kv_seq"):
-        index, devices = jax.lax.axis_index(ring), jax.lax.axis_size(ring)
         chunk = jnp.arange(length // 2)
-        ends = (chunk + len(chunk) * part for part in (index, 2 * devices - 1 - index))
-        return jnp.concatenate([*ends])
+        return jnp.concatenate([chunk + len(chunk) * part for part in _chunks_of_device(ring)])
     devices = shards_of("kv_seq")
     if devices == 1:
         return jnp.arange(length)
@@ -55,22 +53,46 @@ def positions(length: int) -> jax.Array:
     return (size * chunks[..., None] + jnp.arange(size)).reshape(length)
 
 
+def document_positions() -> jax.Array | None:
+    """Return each token's position in its document (batch, seq), in the order of the tokens.
+
+    Where a ring's mesh axes are manual, they are those of this device. Where documents are not
+    isolated, return None.
+    """
+    whole = segment_positions()
+    if whole is None:
+        return None
+    if ring := manual_axes_of("kv_seq"):
+        length = whole.shape[1] // (2 * jax.lax.axis_size(ring))
+        return jnp.concatenate(
+            [
+                jax.lax.dynamic_slice_in_dim(whole, length * part, length, 1)
+                for part in _chunks_of_device(ring)
+            ],
+            1,
+        )
+    if not mesh_axes_of("kv_seq"):
+        return whole
+    return constrain(axis_to_ring_order(whole, 1), "batch", "seq")
+
+
+def _chunks_of_device(ring: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """Return which of a sequence's chunks this device has, inside a shard_map over a ring."""
+    index = jax.lax.axis_index(ring)
+    return index, 2 * jax.lax.axis_size(ring) - 1 - index
+
+
 def to_ring_order(batch: Tree) -> Tree:
     """Reorder a step's arrays (..., batch, seq) to ring order; without a ring, return them as is.
 
+    Segment ids stay in the order of the sequence: every device needs those of all keys.
+
     Raises:
-        ShardingError: documents are isolated, or the sequence length is not a multiple of what the
-            order requires.
+        ShardingError: the sequence length is not a multiple of what the order requires.
     """
     if not mesh_axes_of("kv_seq"):
         return batch
-    if "documents" in batch:
-        raise ShardingError(
-            "batch.cross_document_attention = false is not supported with ring attention (the "
-            "rules context); "
-            "use rules that keep the keys of a sequence on one device"
-        )
-    return jax.tree.map(_order, batch)
+    return {name: x if name == "documents" else _order(x) for name, x in batch.items()}
 
 
 def _order(x: jax.Array) -> jax.Array:

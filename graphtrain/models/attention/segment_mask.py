@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
 
+
+class Masks(NamedTuple):
+    """Masks in addition to the causal mask."""
+
+    window: jax.Array | None  # sliding window in positions, a scalar
+    documents: jax.Array | None  # segment ids (batch, seq), in the order of the sequence
+
+
 _segment_ids: ContextVar[jax.Array | None] = ContextVar("documents", default=None)
 
 
@@ -29,7 +37,8 @@ def isolate_documents(documents: Int[Array, "batch seq"] | None) -> Iterator[Non
     """Isolate documents in the code traced inside.
 
     Args:
-        documents: Segment ids; None: each sequence is one document.
+        documents: Segment ids in the order of the sequence, also where a ring reorders positions;
+            None: each sequence is one document.
     """
     if documents is not None:
         documents = constrain(documents, "batch", None)  # small: replicated along positions
@@ -43,7 +52,10 @@ def segment_ids() -> Int[Array, "batch seq"] | None:
 
 
 def segment_positions() -> Int[Array, "batch seq"] | None:
-    """Return each token's position in its document; None where documents are not isolated."""
+    """Return each token's position in its document; None where documents are not isolated.
+
+    They are in the order of the sequence: `ring_order.document_positions` is in that of a ring.
+    """
     ids = segment_ids()
     if ids is None:
         return None
@@ -59,5 +71,14 @@ def mask_other_segments(
     ids = segment_ids()
     if ids is None:
         return scores
-    same_segment = ids[:, :, None] == ids[:, None, :]
-    return jnp.where(same_segment[:, None, :, None, :], scores, -jnp.inf)
+    return mask_pairs(scores, ids, ids)
+
+
+def mask_pairs(
+    scores: Float[Array, "batch kv_heads query group key"],
+    of_queries: Int[Array, "batch query"],
+    of_keys: Int[Array, "batch key"],
+) -> Float[Array, "batch kv_heads query group key"]:
+    """Set scores to minus infinity where the segment ids of query and key differ."""
+    is_same = of_queries[:, :, None] == of_keys[:, None, :]
+    return jnp.where(is_same[:, None, :, None, :], scores, -jnp.inf)
