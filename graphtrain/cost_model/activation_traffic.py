@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from graphtrain.config.resolve import ResolvedProgram
@@ -24,12 +25,44 @@ from lowering.hlo.collectives import Collective
 def activation_collectives(program: ResolvedProgram) -> Iterator[Collective]:
     """Yield the collectives of activations, of all kinds of parallelism."""
     sizes, passes = DeviceSizes.of(program), Passes.of(program)
-    yield from _of_partial_sums(program, sizes, passes)
+    yield from _of_layers(program, sizes, passes)
+    if program.model.dense_layers:
+        yield from _of_dense_layers(program, sizes, passes)
+    if passes.ahead:
+        yield from _of_ahead(program, sizes, passes)
     yield from _of_vocabulary(program, sizes, passes)
+    yield from _of_inputs(program, sizes, passes)
+    yield from _of_stages(program, sizes, passes)
+
+
+def _of_layers(
+    program: ResolvedProgram, sizes: DeviceSizes, passes: Passes
+) -> Iterator[Collective]:
+    """Yield those of as many passes of a layer as `passes` says."""
+    yield from _of_partial_sums(program, sizes, passes)
     yield from _of_attention(program, sizes, passes)
     yield from _of_repeated_attention(program, sizes, passes)
     yield from _of_experts(program, sizes, passes)
-    yield from _of_stages(program, sizes, passes)
+
+
+def _of_dense_layers(
+    program: ResolvedProgram, sizes: DeviceSizes, passes: Passes
+) -> Iterator[Collective]:
+    """Yield those of the dense layers before a mixture's.
+
+    In a pipeline they follow the embedding, which a stage computes for its share of all
+    microbatches at once, before the first tick.
+    """
+    sizes = replace(sizes, sequences=sizes.sequences * passes.embedded)
+    passes = replace(
+        passes,
+        layers=program.model.dense_layers * passes.embeddings,
+        recomputes_stage=False,
+        recomputes_layers=False,
+    )
+    yield from _of_partial_sums(program, sizes, passes, "dense_mlp")
+    yield from _of_attention(program, sizes, passes)
+    yield from _of_repeated_attention(program, sizes, passes)
 
 
 def _sum_dtype(program: ResolvedProgram) -> tuple[int, str]:
@@ -38,8 +71,24 @@ def _sum_dtype(program: ResolvedProgram) -> tuple[int, str]:
     return activation_dtype(program) if narrow else (4, "f32")
 
 
+def _of_ahead(program: ResolvedProgram, sizes: DeviceSizes, passes: Passes) -> Iterator[Collective]:
+    """Yield those of multi-token prediction: a block like a layer, an embedding and an LM head.
+
+    Its projection reads all positions of hidden states and embeddings, and its gradient those of
+    the result; the gradient of the hidden states is gathered too.
+    """
+    count = passes.ahead
+    again = replace(passes, layers=count, embeddings=count, heads=count)
+    yield from _of_layers(program, sizes, again)
+    yield from _of_vocabulary(program, sizes, again)
+    axes = splitting_axes(program.rules.activations, ("residual",), program.mesh)
+    item, dtype = activation_dtype(program)
+    size = sizes.sequences * sizes.seq_in_block * program.model.embed * item
+    yield collective("all-gather", axes, 4 * count, size, mesh=program.mesh, dtype=dtype)
+
+
 def _of_partial_sums(
-    program: ResolvedProgram, sizes: DeviceSizes, passes: Passes
+    program: ResolvedProgram, sizes: DeviceSizes, passes: Passes, mlp_axis: str = "mlp"
 ) -> Iterator[Collective]:
     """Yield the sums over devices that split heads or the MLP, and gathers of positions."""
     model, mesh, table = program.model, program.mesh, program.rules.activations
@@ -48,7 +97,7 @@ def _of_partial_sums(
     item, dtype = activation_dtype(program)
     sum_item, sum_dtype = _sum_dtype(program)
     heads = splitting_axes(table, ("heads",), mesh)
-    mlp = splitting_axes(table, ("mlp",), mesh)
+    mlp = splitting_axes(table, (mlp_axis,), mesh)
     again = max((model.remat == "full") + passes.recomputes_layers, passes.recomputes_stage)
     # The gradients of a layer's input, from each matrix that reads it, are one sum on GPUs.
     apart = program.target.platform == "cpu"
@@ -106,16 +155,6 @@ def _of_attention(
     )
     ring_size = mesh.size(ring)  # gradients of keys and values go around the complete ring
     yield over_ring("collective-permute", count=ring_size * times, size=pair * 4, dtype="f32")
-    # Tokens, targets and weights are put into the order of the ring.
-    inputs = 3 * 4 * sizes.sequences * program.batch.seq_len * program.batch.microbatches
-    yield over_ring("all-gather", count=1, size=inputs, dtype="s32")
-    if not program.batch.cross_document_attention:  # segment ids, for positions and for the mask
-        ids, along = (
-            4 * sizes.sequences * program.batch.seq_len,
-            splitting_axes(table, ("seq",), mesh),
-        )
-        count = 2 * program.batch.microbatches
-        yield collective("all-gather", along, count, ids, mesh=mesh, dtype="s32")
     exchanged = splitting_axes(table, ("attention_heads",), mesh)
     token = sizes.sequences * sizes.seq_in_block * model.head_dim * item
     query = token * sizes.heads * mesh.size(exchanged)
@@ -126,6 +165,31 @@ def _of_attention(
     exchange = partial(collective, "all-to-all", exchanged, count, mesh=mesh, dtype=dtype)
     yield exchange(query)
     yield exchange(key)
+
+
+def _of_inputs(
+    program: ResolvedProgram, sizes: DeviceSizes, passes: Passes
+) -> Iterator[Collective]:
+    """Yield the gathers of tokens, targets, weights and segment ids over positions.
+
+    A pipeline gathers the segment ids of all microbatches at once. With Ulysses, XLA gathers those
+    of a microbatch for positions and for the mask.
+    """
+    mesh, table, count = program.mesh, program.rules.activations, program.batch.microbatches
+    ids, ring = (
+        4 * sizes.sequences * program.batch.seq_len,
+        splitting_axes(table, ("kv_seq",), mesh),
+    )
+    # Tokens, targets and weights are put into the order of the ring.
+    yield collective("all-gather", ring, 1, 3 * ids * count, mesh=mesh, dtype="s32")
+    if program.batch.cross_document_attention:
+        return
+    if passes.ticks:
+        count, ids = 1, ids * count
+    elif not ring:
+        count *= 2
+    along = splitting_axes(table, ("seq",), mesh)
+    yield collective("all-gather", along, count, ids, mesh=mesh, dtype="s32")
 
 
 def _of_repeated_attention(

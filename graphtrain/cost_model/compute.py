@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import is_imported
 from graphtrain.cost_model.padded_stages import with_padding_layers
+from graphtrain.cost_model.passes import Passes
 from graphtrain.cost_model.update_flops import update_flops
 from graphtrain.models.flops import Part, forward_flops_by_part
 from graphtrain.models.grouped_matmul_support import (
@@ -183,7 +184,8 @@ def _computed_experts(program: ResolvedProgram) -> float:
 def _recomputed(program: ResolvedProgram, forward: _Flops, flash: bool) -> _Flops:
     """Return the operations per token that the backward pass recomputes, by part.
 
-    Pipeline stages are recomputed from their input, and then by their own remat policy. A kernel's
+    Pipeline stages are recomputed from their input, and then by their own remat policy: with
+    "full" this computes layers a third time, unless each is a stage of its own. A kernel's
     backward pass has seven products instead of four: it computes the scores, and the gradient of
     the probabilities, twice.
 
@@ -203,7 +205,8 @@ def _recomputed(program: ResolvedProgram, forward: _Flops, flash: bool) -> _Flop
         by_policy = _sum(kernel, layers) if model.remat == "full" else kernel
     in_stages = program.mesh.axes.get("stage", 1) > 1
     if in_stages and program.pipeline.recomputes_stages(model.remat):
-        return layers if model.remat == "full" else _sum(layers, by_policy)
+        is_repeated = model.remat != "full" or Passes.of(program).recomputes_layers
+        return _sum(layers, by_policy) if is_repeated else layers
     return by_policy
 
 

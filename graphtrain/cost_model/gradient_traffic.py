@@ -15,6 +15,7 @@ from graphtrain.cost_model.predicted_collective import (
     layers_per_device,
     reduce_scatter,
     splitting_axes,
+    uses_ahead,
 )
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.weights import ShardedWeight
@@ -28,6 +29,8 @@ def gradient_collectives(program: ResolvedProgram, weight: ShardedWeight) -> Ite
     """Yield the collectives that sum a gradient over tokens, to the shards of its moments."""
     batch, mesh, table = program.batch, program.mesh, program.rules.activations
     tokens = splitting_axes(table, ("batch", "seq"), mesh)
+    if weight.path == "ahead/projection":  # each device has the gradients of its residual stream
+        tokens = splitting_axes(table, ("batch", "residual"), mesh)
     tokens = tuple(axis for axis in tokens if axis not in weight.in_use)
     if program.stages is not None:
         yield from _gradient_in_pipeline(program, weight, tokens)
@@ -35,6 +38,7 @@ def gradient_collectives(program: ResolvedProgram, weight: ShardedWeight) -> Ite
     deferred = batch.gradient_reduction == "per_step" and "data" in tokens
     now = tuple(axis for axis in tokens if not (deferred and axis == "data"))
     times = layers_per_device(program, weight) * batch.microbatches
+    times += uses_ahead(program, weight)
     if weight.path.startswith("embedding") and not deferred:
         yield from _lookup_gradient(program, weight, now, times)
         if is_tied(program, weight):

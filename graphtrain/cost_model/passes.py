@@ -21,6 +21,7 @@ class Passes:
     embedded: float  # microbatches in each
     heads: int  # passes of the LM head and the loss
     scored: float  # microbatches in each
+    ahead: int = 0  # passes of the module that predicts the token after the next
     ticks: int = 0  # of a pipeline, in one direction; 0 without
     recomputes_stage: bool = False  # the backward pass begins with a forward pass of the stage
     recomputes_layers: bool = False  # that pass includes the output of each layer
@@ -32,7 +33,8 @@ class Passes:
         stages, microbatches = program.stages, program.batch.microbatches
         if stages is None:
             layers = program.model.layers * microbatches
-            return cls(layers, microbatches, 1, microbatches, 1)
+            ahead = program.model.ahead_layers * microbatches
+            return cls(layers, microbatches, 1, microbatches, 1, ahead)
         at_once = program.pipeline.schedule == "1f1b"
         ticks = microbatches * stages.rounds + stages.stages - 1
         again = program.pipeline.recomputes_stages(program.model.remat)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.cost_model.passes import Passes
 from graphtrain.cost_model.weights import ShardedWeight
 from lowering.hlo.collectives import Collective
 from sharding_rules.axes import MESH_AXES
@@ -58,6 +59,12 @@ def layers_per_device(program: ResolvedProgram, weight: ShardedWeight) -> int:
     """Return the number of layers that a device holds; 1 for a weight outside of the layers."""
     stages = program.mesh.axes.get("stage", 1)
     return weight.spec.shape[0] // stages if weight.in_layers else 1
+
+
+def uses_ahead(program: ResolvedProgram, weight: ShardedWeight) -> int:
+    """Return how often multi-token prediction uses a weight that it shares with the model."""
+    is_shared = weight.path in ("embedding/tokens", "head")
+    return Passes.of(program).ahead if is_shared else 0
 
 
 def is_tied(program: ResolvedProgram, weight: ShardedWeight) -> bool:

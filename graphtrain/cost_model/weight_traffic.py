@@ -14,6 +14,7 @@ from graphtrain.cost_model.predicted_collective import (
     gathered_axes,
     is_tied,
     layers_per_device,
+    uses_ahead,
 )
 from graphtrain.cost_model.weights import ShardedWeight
 from lowering.hlo.collectives import Collective
@@ -69,7 +70,7 @@ def _uses(program: ResolvedProgram, weight: ShardedWeight) -> int:
         return passes.layers * _uses_in_a_layer(program, weight, passes)
     if of_reference and program.adapter is None:
         return passes.heads
-    uses = passes.heads if of_reference else 0
+    uses = passes.heads if of_reference else uses_ahead(program, weight)
     if not weight.path.startswith("embedding"):
         return uses + _uses_of_head(passes, on_gpu)
     return uses + passes.embeddings + is_tied(program, weight) * _uses_of_head(passes, on_gpu)

@@ -94,6 +94,18 @@ CASES: Cases = {
     "experts": case(
         ("data", "expert"), Mesh(data=2, expert=4), model=replace(MODEL, moe=EXPERTS)
     ),
+    "dense layers in a pipeline": case(
+        PIPELINE, Mesh(stage=2, data=2, tensor=2), batch=batch_of(4),
+        model=replace(MODEL, moe=replace(EXPERTS, dense_layers=2, dense_mlp=2048)),
+    ),
+    "multi-token prediction": case(
+        ("fsdp",), Mesh(fsdp=8), model=replace(MODEL, mtp_loss_weight=0.3)
+    ),
+    "pipeline and context, 1f1b, packed": case(
+        ("data", "context", "pipeline"), Mesh(data=2, context=2, stage=2),
+        batch=batch_of(4, cross_document_attention=False),
+        pipeline=PipelineSettings(schedule="1f1b"),
+    ),
     "experts with a capacity": case(
         ("data", "expert"),
         Mesh(data=2, expert=4),

@@ -102,7 +102,7 @@ def program_of(row: Mapping[str, Any]) -> Program:
 
     A published 1F1B pipeline, interleaved or not, is the circular schedule: that has its bubble,
     (stages - 1) / (stages - 1 + microbatches * virtual stages), and saves activations. graphtrain's
-    own 1F1B recomputes stages.
+    own 1F1B recomputes stages. Published full recomputation computes a layer once more, not twice.
 
     Raises:
         NotModelled: a recomputation or a part of the model is not expressible.
@@ -121,7 +121,9 @@ def program_of(row: Mapping[str, Any]) -> Program:
             seq_len=row["seq_len"],
             microbatches=row.get("microbatches", 1),
         ),
-        pipeline=PipelineSettings(virtual_stages=row.get("virtual_stages", 1)),
+        pipeline=PipelineSettings(
+            virtual_stages=row.get("virtual_stages", 1), recompute_stages=False
+        ),
     )
 
 
