@@ -31,6 +31,7 @@ _OVERWRITING = (
     *("xavier_uniform_", "xavier_normal_"),
 )
 ORTHOGONAL = "orthogonal_"
+_DRAWING = {*_OVERWRITING} - {"zero_", "fill_", "copy_", "constant_"}  # random numbers
 # transformers replaces functions of torch.nn.init by its own while it builds a model.
 _INIT_MODULES = ("torch.nn.init", "transformers.initialization")
 _METHODS = ("normal_", "copy_", "zero_", "fill_")
@@ -177,7 +178,9 @@ class _Recorder(TorchFunctionMode):
     def initializer(self, parameter: torch.Tensor) -> tuple[InitOperation, ...]:
         """Return the operations that initialise a parameter; empty if unknown."""
         changes = self._changes.get(id(parameter), [])
-        if not parameter.is_meta:
+        # Numbers that were drawn into a tensor with data, as one of torch.zeros, are drawn anew.
+        is_drawn = any(change.method in _DRAWING for change in changes)
+        if not parameter.is_meta and not is_drawn:
             values = parameter.detach().float()
             if values.numel() and bool((values == values.reshape(-1)[0]).all()):
                 return (InitOperation("fill_", (float(values.reshape(-1)[0]),)),)

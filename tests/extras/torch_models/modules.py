@@ -360,6 +360,19 @@ class Decay(torch.nn.Module):
         return self.head(self.table(tokens) * self.rate.mean() + self.nothing.mean())
 
 
+class DrawnIntoZeros(torch.nn.Module):
+    """A router whose numbers are drawn into a tensor of zeros, as gpt-oss's."""
+
+    def __init__(self, vocab: int = 16) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(vocab, EMBED)
+        self.router = torch.nn.Parameter(torch.zeros(vocab, EMBED))
+        torch.nn.init.normal_(self.router, std=3.0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(self.table(tokens), self.router)
+
+
 class TimeSteps(torch.nn.Module):
     """A bias that begins as the inverse softplus of random time steps, as in Mamba."""
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphtrain.config.schema import TorchModel
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.model import open_model, open_uncached
 
 MODULES = Path(__file__).with_name("modules.py")
 
@@ -21,6 +21,15 @@ def test_a_value_computed_from_random_numbers_is_drawn_anew():
     assert float(steps.max()) <= np.exp(-1.0) + 1e-6
     assert len(np.unique(steps)) > steps.size / 2
     assert not jnp.array_equal(first["bias"], second["bias"])
+
+
+def test_numbers_drawn_into_zeros_follow_the_seed():
+    model = TorchModel(torch=f"{MODULES}:DrawnIntoZeros", vocab=16, dtype="float32", remat="none")
+    opened, again = (open_uncached(model) for _ in range(2))
+    first, same = (one.initialize(jax.random.key(0))["router"] for one in (opened, again))
+    np.testing.assert_array_equal(first, same)
+    assert 2.5 < float(first.std()) < 3.5
+    assert not jnp.array_equal(first, opened.initialize(jax.random.key(1))["router"])
 
 
 def test_changes_of_the_data_and_by_operators_are_repeated():
