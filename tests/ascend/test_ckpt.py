@@ -1,5 +1,6 @@
 """Checkpoints of MindSpore: it loads what graphtrain writes, and graphtrain what it writes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from graphtrain.config.render import render_model
 from graphtrain.config.schema import Model
+from graphtrain.errors import WeightsError
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.digests import record_weights
 from graphtrain.weights.families.family import array_shape, to_hugging_face
@@ -14,7 +16,7 @@ from graphtrain.weights.files import open_weight_files
 from graphtrain.weights.megatron.layout import RankLayout
 from graphtrain.weights.mindspore.convert import from_mindspore
 from graphtrain.weights.mindspore.export import to_mindspore
-from graphtrain.weights.mindspore.rows import mindformers_llama
+from graphtrain.weights.mindspore.rows import check_llama, mindformers_llama
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.sources import stored_name
 from graphtrain.weights.writer import SafetensorsWriter
@@ -30,23 +32,28 @@ def quiet(done: int, count: int) -> None:
     """Show nothing."""
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_random(directory: Path, model: Model) -> Path:
     """A converted folder with random weights."""
-    random, directory = np.random.default_rng(0), tmp_path_factory.mktemp("ours")
+    random = np.random.default_rng(0)
     names = {
-        stored_name(path, layer): array_shape(path, MODEL)
-        for path in parameter_arrays(MODEL)
-        for layer in (range(MODEL.layers) if path.startswith("layers/") else [None])
+        stored_name(path, layer): array_shape(path, model)
+        for path in parameter_arrays(model)
+        for layer in (range(model.layers) if path.startswith("layers/") else [None])
     }
     float32 = np.dtype(np.float32)
     writer = SafetensorsWriter(directory / "weights", {n: (float32, s) for n, s in names.items()})
     for name, shape in names.items():
         writer.write(name, random.standard_normal(shape, np.float32))
     writer.close()
-    (directory / "model.toml").write_text(render_model(MODEL))
+    (directory / "model.toml").write_text(render_model(model))
     record_weights(directory)
     return directory
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The converted folder of the model."""
+    return write_random(tmp_path_factory.mktemp("ours"), MODEL)
 
 
 def tensors(directory: Path) -> dict[str, np.ndarray]:
@@ -149,3 +156,32 @@ def test_bfloat16_goes_both_ways(mindspore, ours, tmp_path):
     from_mindspore(tmp_path / "half", tmp_path / "first", quiet)
     from_mindspore(again, tmp_path / "second", quiet, model)
     assert_same(tmp_path / "first", tmp_path / "second")
+
+
+def test_a_tied_head_needs_one_stage(tmp_path):
+    (tmp_path / "tied").mkdir()
+    tied = write_random(tmp_path / "tied", replace(MODEL, tie_word_embeddings=True))
+    with pytest.raises(WeightsError, match="tie_word_embeddings = true needs --pipeline 1"):
+        to_mindspore(tied, tmp_path / "stages", quiet, RankLayout(1, 2, layers=(1, 2)))
+    assert not (tmp_path / "stages").exists()
+    to_mindspore(tied, tmp_path / "written", quiet, RankLayout(2))
+    from_mindspore(tmp_path / "written", tmp_path / "back", quiet)
+    assert_same(tmp_path / "back", tied)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"activation": "geglu"},
+        {"activation": "geglu", "bias": "none"},
+        {"sliding_window": 8},
+        {"sliding_window": 8, "bias": "none"},
+        {"bias": "attention"},
+        {"head_dim": 8, "bias": "none"},
+    ],
+)
+def test_what_mindformers_llama_does_not_compute_is_refused(changed):
+    check_llama(replace(MODEL, bias="none"))
+    check_llama(MODEL)
+    with pytest.raises(WeightsError, match="MindFormers' Llama has RMSNorm, SwiGLU"):
+        check_llama(replace(MODEL, **changed))

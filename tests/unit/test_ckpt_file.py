@@ -142,6 +142,8 @@ def test_every_cut_file_is_refused(tmp_path):
         (content(("a", (2, 2), "Float32", VALUES.tobytes())), "24 bytes, which are no Float32"),
         (content(("a", (1 << 60,), "Float32", b"")), "a wrong shape"),
         (content(("a", (-1,), "Float32", b"")), "a wrong shape"),
+        (content(("a", (1,) * 70, "Float32", b"\0" * 4)), "a wrong shape"),
+        (content(("a", (1 << 48, 1 << 48, 0), "Float32", b"")), "a wrong shape"),
         (content(("a", (1,), "Int4", b"\1")), "type 'Int4', which is not supported"),
         (
             content(
@@ -207,3 +209,19 @@ def test_ranks_that_contradict_the_strategy_are_refused(tmp_path):
     (tmp_path / "rank_1").rename(tmp_path / "rank_2")
     with pytest.raises(WeightsError, match="it needs all from rank_0"):
         open_ckpt(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (((1 << 47,), "Float32", b"\0" * 4),) * 2 + ("4 bytes, which are no Float32",),
+        (((2,), "Float32", b"\0" * 8), ((2,), "Float16", b"\0" * 4), "or not in float32"),
+    ],
+)
+def test_shards_with_other_bytes_are_refused(first, second, words, tmp_path):
+    for rank, tensor in enumerate((first, second)):
+        (tmp_path / f"{rank}.ckpt").write_bytes(content(("a", *tensor)))
+    files = [CkptFile(tmp_path / f"{rank}.ckpt") for rank in range(2)]
+    found = RankFiles(files, {0: {"a": ReadLayout((2,), ((0,),))}})
+    with pytest.raises(WeightsError, match=words):
+        found.read("a")

@@ -11,19 +11,23 @@ from graphtrain.errors import WeightsError
 Arguments = Mapping[str, Any]
 
 # Values that the decoder supports, for arguments of which it supports only some.
-_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "activation_func_clamp_value": (None,),
     "apply_residual_connection_post_layernorm": (False,),
     "attention_output_gate": (False,),
     "embed_layernorm": (False,),
     "fp32_residual_connection": (False, True),
     "geglu": (False,),
+    "glu_linear_offset": (0.0,),
     "heterogeneous_layers_config_path": ("",),
     "hybrid_layer_pattern": ("",),
     "hybrid_override_pattern": ("",),
+    "moe_apply_probs_on_input": (False,),
     "moe_layer_freq": (1,),
     "moe_router_enable_expert_bias": (False,),
     "moe_router_num_groups": (1,),
     "moe_router_score_function": ("softmax",),
+    "moe_router_topk_limited_devices": (None,),
     "moe_router_topk_scaling_factor": (1.0,),
     "mtp_num_layers": (0,),
     "multi_latent_attention": (False,),
@@ -33,6 +37,7 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "quick_geglu": (False,),
     "rotary_interleaved": (False,),
     "rotary_percent": (1.0,),
+    "softmax_scale": (None,),
     "softmax_type": ("vanilla",),
     "squared_relu": (False,),
     "window_attn_skip_freq": (0,),
@@ -51,7 +56,7 @@ def model_from_arguments(arguments: Arguments, vocab: int) -> Model:
     Raises:
         WeightsError: the decoder does not support an argument's value, or a size is missing.
     """
-    for name, values in _SUPPORTED_VALUES.items():
+    for name, values in SUPPORTED_VALUES.items():
         if (value := arguments.get(name)) is not None and value not in values:
             allowed = " or ".join(map(repr, values))
             raise WeightsError(
@@ -106,6 +111,8 @@ def _mlp(arguments: Arguments) -> dict[str, Any]:
         settings["activation"] = "gelu"
     if not arguments.get("num_experts"):
         return settings
+    if "sinkhorn" in (balancing := arguments.get("moe_router_load_balancing_type") or ()):
+        raise ValueError(f"moe_router_load_balancing_type = {balancing!r} is not supported")
     shared = arguments.get("moe_shared_expert_intermediate_size")
     settings["mlp"] = arguments.get("moe_ffn_hidden_size") or settings["mlp"]
     settings["moe"] = MixtureOfExperts(

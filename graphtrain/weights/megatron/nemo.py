@@ -12,7 +12,7 @@ import yaml
 
 from graphtrain.errors import WeightsError
 from graphtrain.weights.files import WeightFiles
-from graphtrain.weights.megatron.arguments import Arguments
+from graphtrain.weights.megatron.arguments import SUPPORTED_VALUES, Arguments
 
 CONFIG = "model_config.yaml"  # in a .nemo archive
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "layernorm1p": "LayerNorm"}
@@ -24,12 +24,17 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "drop_layers": ([],),
     "embedding_scale": (1,),
     "headscale": (False,),
+    "high_freq_factor": (4,),
+    "low_freq_factor": (1,),
     "megatron_legacy": (False,),
     "normalize_attention_scores": (True,),
+    "old_context_len": (8192,),
     "transformer_block_type": ("pre_ln",),
 }
-# Entries that have the same name and meaning as arguments of Megatron-LM.
+# Entries that have the same name and meaning as arguments of Megatron-LM; NeMo copies all that
+# megatron-core's TransformerConfig has.
 _SAME = (
+    *SUPPORTED_VALUES,
     "num_layers",
     "hidden_size",
     "num_attention_heads",
@@ -38,13 +43,15 @@ _SAME = (
     "max_position_embeddings",
     "position_embedding_type",
     "rotary_base",
-    "rotary_interleaved",
     "openai_gelu",
     "qk_layernorm",
     "window_size",
-    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_router_load_balancing_type",
     "moe_router_pre_softmax",
-    "multi_latent_attention",
+    "moe_router_topk",
+    "moe_shared_expert_gate",
+    "moe_shared_expert_intermediate_size",
 )
 
 
@@ -82,6 +89,11 @@ def _model_table(config: Any) -> dict[str, Any]:
             config = config[name]
     if not isinstance(config, dict) or "num_layers" not in config:
         raise ValueError("it has no num_layers")
+    if changes := config.get("mcore_customization_config"):
+        raise ValueError(
+            f"mcore_customization_config = {str(changes)[:200]} is not supported, because it sets "
+            "attributes of megatron-core's configuration"
+        )
     return config
 
 
@@ -108,12 +120,16 @@ _READ = (
     "activation",
     "bias",
     "bias_activation_fusion",
+    "bias_gelu_fusion",
     "ffn_hidden_size",
     "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "mcore_gpt",
     "normalization",
     "num_moe_experts",
     "qkv_bias",
     "rotary_percentage",
+    "scale_factor",
     "scale_positional_embedding",
     "seq_len_interpolation_factor",
     "share_embeddings_and_output_weights",
@@ -130,6 +146,18 @@ def _arguments(config: Mapping[str, Any]) -> Arguments:
         raise ValueError(f"activation = {activation!r} is not one of {', '.join(_ACTIVATIONS)}")
     if norm not in _NORMS:
         raise ValueError(f"normalization = {norm!r} is not one of {', '.join(_NORMS)}")
+    zero_centered = entry("layernorm_zero_centered_gamma", False)
+    if zero_centered and not entry("mcore_gpt", False):
+        raise ValueError(
+            "layernorm_zero_centered_gamma = True needs mcore_gpt = True; NeMo ignores it otherwise"
+        )
+    older = entry("bias_gelu_fusion", True)  # its name in older NeMo
+    fusion = entry("bias_activation_fusion", older)
+    if activation == "gelu" and fusion != entry("bias_gelu_fusion", fusion):
+        raise ValueError(
+            f"bias_activation_fusion = {fusion} contradicts bias_gelu_fusion = {older}; keep the "
+            "one with which the model was trained"
+        )
     groups, heads = config.get("num_query_groups"), config.get("num_attention_heads")
     arguments = {name: config[name] for name in _SAME if config.get(name) is not None}
     return arguments | {
@@ -139,15 +167,16 @@ def _arguments(config: Mapping[str, Any]) -> Arguments:
             "share_embeddings_and_output_weights", True
         ),
         "normalization": _NORMS[norm],
-        "apply_layernorm_1p": norm == "layernorm1p",
+        "apply_layernorm_1p": norm == "layernorm1p" or bool(zero_centered),
         "norm_epsilon": entry("layernorm_epsilon", 1e-5),
         "add_bias_linear": entry("bias", True),
         "add_qkv_bias": entry("qkv_bias", False),
         "swiglu": activation.endswith("swiglu"),
-        "bias_gelu_fusion": entry("bias_activation_fusion", True),
+        "bias_gelu_fusion": fusion,
         "rotary_percent": entry("rotary_percentage", 1.0),
         "rotary_seq_len_interpolation_factor": config.get("seq_len_interpolation_factor"),
         "use_rope_scaling": entry("scale_positional_embedding", False),
+        "rope_scaling_factor": config.get("scale_factor"),
         "num_experts": config.get("num_moe_experts"),
     }
 

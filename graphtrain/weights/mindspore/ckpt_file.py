@@ -25,7 +25,7 @@ _SLICE_BYTES = 512 << 20  # of one value, as MindSpore writes them
 _BLOCK_BYTES = 16 << 20  # read at once for the CRC
 _CRC, _CRC_BYTES = b"crc_num", 10
 _MOST_NAME_BYTES = 4096
-_MOST_DIMENSION = 1 << 48
+_MOST_ELEMENTS, _MOST_DIMENSIONS = 1 << 48, 32
 _VARINT, _FIXED_64, _LENGTH, _FIXED_32 = 0, 1, 2, 5
 _STATE = re.compile(  # of optimizers and of training: not weights
     r"(adam_m|adam_v|moment[12]|accu_grads)\..*|.*(global_step|epoch_num|step_num|loss_scale|"
@@ -223,9 +223,15 @@ def _tensor(fields: _Fields, path: Path) -> _Tensor:
             slices.append(content.location)
         else:
             raise WeightsError(f"{path} is no .ckpt file of MindSpore: unknown field of a tensor")
-    if not dtype or len(slices) != 1 or any(size > _MOST_DIMENSION for size in dimensions):
+    if not dtype or len(slices) != 1 or _is_too_large(dimensions):
         raise WeightsError(f"{path} is damaged: a tensor has no type or content, or a wrong shape")
     return _Tensor(dtype, () if dimensions == [0] else tuple(dimensions), slices)
+
+
+def _is_too_large(dimensions: list[int]) -> bool:
+    if len(dimensions) > _MOST_DIMENSIONS:
+        return True
+    return math.prod(max(1, size) for size in dimensions) > _MOST_ELEMENTS
 
 
 class CkptWriter:

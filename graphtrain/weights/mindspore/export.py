@@ -68,6 +68,7 @@ def to_mindspore(
     has_config = (weights.side / "config.json").is_file()
     model = with_unpadded_vocab(weights.model, read_config(weights.side) if has_config else None)
     check_llama(model)
+    _check_head(model, layout)
     layout.check(model)
     family, chosen = mindformers_llama(), dtype and numpy_dtype_of("--dtype", dtype)
     groups, arrays = list(family.weights(model)), {}
@@ -88,6 +89,15 @@ def to_mindspore(
         (directory / "model.toml").write_text(render_model(model))
     progress(len(groups), len(groups))
     return summarize(family, model, arrays)
+
+
+def _check_head(model: Model, layout: RankLayout) -> None:
+    if model.tie_word_embeddings and layout.pipeline > 1:
+        raise WeightsError(
+            "program.model.tie_word_embeddings = true needs --pipeline 1: the LM head in the last "
+            "stage is the embedding, which the files have in the first stage only; it would "
+            "stay at its initial values there, with no more than a warning of MindSpore"
+        )
 
 
 class _RankFiles:

@@ -64,22 +64,27 @@ class RankFiles:
 
     def read(self, name: str) -> np.ndarray:
         first, layout = self._places[name]
-        shape = self._files[first].shape(name)
-        result, filled = np.empty(self.shape(name), self.dtype(name)), set()
+        shape, dtype = self._files[first].shape(name), self.dtype(name)
+        result, filled = None, set()
         for rank in range(layout.ranks):
             index = tuple(layout.index(axis, rank) for axis in range(len(shape)))
             if index in filled:
                 continue
             filled.add(index)
             file = self._files[first + rank]
-            if name not in file.names or file.shape(name) != shape:
+            if name not in file.names or (file.shape(name), file.dtype(name)) != (shape, dtype):
                 raise WeightsError(
-                    f"rank {first + rank} has no {name} with the shape {shape} of rank {first}"
+                    f"rank {first + rank} has no {name} with the shape {shape} of rank {first}, "
+                    f"or not in {dtype}"
                 )
             place = tuple(
                 slice(at * size, (at + 1) * size) for at, size in zip(index, shape, strict=True)
             )
-            result[place] = file.read(name)
+            shard = file.read(name)  # checks the bytes of the shape before there is an array
+            if result is None:
+                result = np.empty(self.shape(name), dtype)
+            result[place] = shard
+        assert result is not None  # a layout has a rank
         return result
 
 

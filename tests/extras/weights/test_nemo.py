@@ -1,5 +1,6 @@
 """Files of NeMo's ranks give the same weights as the checkpoint of Megatron that they divide."""
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 
 from graphtrain.errors import WeightsError
 from graphtrain.weights.files import open_weight_files
+from graphtrain.weights.megatron.arguments import model_from_arguments
 from graphtrain.weights.megatron.convert import from_megatron
 from graphtrain.weights.megatron.nemo import read_nemo_config
 
@@ -184,10 +186,61 @@ def test_what_is_not_read_is_refused_by_name(tmp_path):
         ({"window_size": [[1]]}, "window_size is a table or contains one"),
         ({"kv_channels": "${multiply:2,4}"}, "cannot be resolved; replace it by its value"),
         ({"max_position_embeddings": "${.max_position_embeddings}"}, "cannot be resolved"),
+        (
+            {"mcore_customization_config": {"parallel_attention": True}},
+            "mcore_customization_config = .*parallel_attention.* is not supported",
+        ),
+        (
+            {"layernorm_zero_centered_gamma": True, "mcore_gpt": False},
+            "layernorm_zero_centered_gamma = True needs mcore_gpt = True",
+        ),
+        (
+            {"activation": "gelu", "bias_activation_fusion": True, "bias_gelu_fusion": False},
+            "bias_activation_fusion = True contradicts bias_gelu_fusion = False",
+        ),
+        ({"old_context_len": 4096}, "old_context_len = 4096 is not supported, only 8192 is"),
+        # Fields of megatron-core's configuration, which NeMo copies from its own.
+        ({"softmax_scale": 0.5}, "softmax_scale = 0.5 is not supported"),
+        ({"moe_layer_freq": [0, 1, 1, 1]}, "moe_layer_freq = .* is not supported, only 1 is"),
+        ({"moe_router_score_function": "sigmoid"}, "only 'softmax' is"),
+        ({"moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor = 2.5 is not"),
+        ({"moe_router_num_groups": 4}, "moe_router_num_groups = 4 is not supported"),
+        ({"rotary_interleaved": True}, "rotary_interleaved = True is not supported"),
+        (
+            {"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"},
+            "moe_router_load_balancing_type = 'sinkhorn' is not supported",
+        ),
     ],
 )
 def test_entries_of_the_configuration_that_are_not_read_are_refused(changed, words, tmp_path):
     path = tmp_path / "model_config.yaml"
     path.write_text(yaml.safe_dump(CONFIG | changed))
     with pytest.raises(WeightsError, match=words):
-        read_nemo_config(path)
+        model_from_arguments(read_nemo_config(path), 48)
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings"),
+    [
+        ({"layernorm_zero_centered_gamma": True}, {"norm": "rms", "rms_norm_offset": True}),
+        ({"normalization": "layernorm1p"}, {"norm": "layer", "rms_norm_offset": True}),
+        ({"activation": "gelu", "bias": True}, {"activation": "gelu_tanh"}),
+        ({"activation": "gelu", "bias_gelu_fusion": False}, {"activation": "gelu"}),
+        ({"activation": "gelu", "bias_activation_fusion": False}, {"activation": "gelu"}),
+        ({"scale_positional_embedding": True}, {"rope_scaling.factor": 8.0}),
+        ({"scale_positional_embedding": True, "scale_factor": 32}, {"rope_scaling.factor": 32.0}),
+        (
+            {"num_moe_experts": 4, "moe_ffn_hidden_size": 20},
+            {"mlp": 20, "moe.experts": 4, "moe.experts_per_token": 2},
+        ),
+        (
+            {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 20},
+            {"mlp": 24, "moe.shared_expert_mlp": 20, "moe.shared_expert_gate": False},
+        ),
+    ],
+)
+def test_entries_of_the_configuration_are_settings(changed, settings, tmp_path):
+    path = tmp_path / "model_config.yaml"
+    path.write_text(yaml.safe_dump(CONFIG | changed))
+    model = model_from_arguments(read_nemo_config(path), 48)
+    assert {name: attrgetter(name)(model) for name in settings} == settings
