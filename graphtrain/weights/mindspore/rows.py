@@ -48,13 +48,13 @@ def check_llama(model: Model) -> None:
     """
     known = LLAMA.supports(model) or QWEN2.supports(model)
     # These families also have what MindFormers' Llama has not.
-    others = model.activation != "swiglu" or model.sliding_window or model.bias == "attention"
+    others = model.activation != "swiglu" or model.sliding_window
     if not known or others or model.head_dim != model.embed // model.heads:
         raise WeightsError(
             "MindFormers' Llama has RMSNorm, SwiGLU, rotary positions, head_dim = embed / heads, "
-            "no sliding window, and biases of queries, keys and values or none; this model has "
-            "other settings in [program.model]. Export it to Hugging Face (graphtrain convert "
-            "graphtrain-to-hf)"
+            "no sliding window, and biases of attention, of its queries, keys and values, or none; "
+            "this model has other settings in [program.model]. Export it to Hugging Face "
+            "(graphtrain convert graphtrain-to-hf)"
         )
 
 
