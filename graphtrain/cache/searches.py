@@ -42,13 +42,6 @@ def read(layout: StorePaths, key: CacheKey) -> dict[str, Any] | None:
         if digest != json_digest(content) or content["version"] != SCHEMA:
             raise ValueError("its digest or version differs")
         return dict(content["settings"])
-    except (
-        UnusableEntry,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except _DAMAGE as error:
         warnings.warn(f"{path} is ignored: {error}", CacheWarning, stacklevel=3)
         return None

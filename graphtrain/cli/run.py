@@ -1,5 +1,6 @@
 """graphtrain run: train from compiled programs."""
 
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,6 +13,7 @@ from graphtrain.api.checks.purpose import run_purpose
 from graphtrain.api.configuration import observe_nothing
 from graphtrain.cli.checked import check
 from graphtrain.cli.options import (
+    arguments,
     cache_option,
     compile_hint,
     config_argument,
@@ -47,7 +49,8 @@ _SIGNAL_STATUS = 128  # plus the signal number, the convention of shells
     "--search",
     is_flag=True,
     help="Take the strategy of the run in the directory or, for a new run, the winner of the last "
-    "search (graphtrain compile --search, plan search), in place of that of CONFIG.",
+    "search (graphtrain compile --search, plan search), in place of that of CONFIG. Only for runs "
+    "of one process.",
 )
 @click.option(
     "--allow-change",
@@ -92,12 +95,14 @@ def command(
         raise click.UsageError("--verbose and --quiet exclude each other")
     startup.pause_garbage_collection()  # until train() takes the first step
     startup.skip_blas_threads()
-    from graphtrain.run.processes import expected_rank, is_rank_zero
+    from graphtrain.run.processes import expected_count, expected_rank, is_rank_zero
 
     this_rank = expected_rank(coordinator, count, rank)
     hint = compile_hint(config, target, overrides, cache)
     source: Source = config
     if search:
+        if expected_count(coordinator, count, rank) > 1:
+            raise click.UsageError(_several_processes(config, target, overrides))
         hint = f"{hint} --search"
         source = _with_searched_strategy(
             config, overrides, target, cache, fresh, compile_missing, hint, this_rank
@@ -140,6 +145,20 @@ def command(
         sys.exit(_SIGNAL_STATUS + signal.Signals[summary.stopped_by])
     if is_rank_zero() and not quiet and summary.steps != summary.resumed_from:
         print_curve(summary.directory)
+
+
+def _several_processes(config: Path, target: str | None, overrides: Sequence[str]) -> str:
+    """Return why --search is for one process, and what to do with several.
+
+    Each looks in its own cache and run directory before it joins the others, so they could differ.
+    """
+    words = arguments(config, target, overrides)
+    search = shlex.join(["graphtrain", "plan", "search", *words, "--output", "searched.toml"])
+    return (
+        "--search is for runs of one process: on several hosts, each could find another strategy. "
+        f"Write the strategy into a configuration: {search}; then compile searched.toml and start "
+        "it on every host (of a run that has begun, the config.toml in its directory)"
+    )
 
 
 def _with_searched_strategy(

@@ -15,20 +15,22 @@ from graphtrain.config.schema.program import reason_of
 from graphtrain.errors import PlanError
 from graphtrain.files import content_digest
 from graphtrain.graphs.open_model import open_language_model
+from graphtrain.planning.given import without_strategy
 from lowering.machine.target import Target
 from lowering.machine.toolchain import Toolchain
+
+# Words about a machine's table, not numbers of the machine.
+_DESCRIPTIONS = {"source", "file", "file_numbers"}
 
 
 def search_key(config: Config) -> CacheKey:
     """Return the key of a search: what it is given, without the strategy that it chooses."""
-    program = config.program
+    program = without_strategy(config.program)
     target = Target.parse(program.target)
     settings = asdict(program)
-    for name in ("target", "mesh", "rules", "pipeline", "serve", "dump"):
+    for name in ("target", "rules", "serve", "dump"):
         del settings[name]
-    settings["model"] = {**open_language_model(program.model).key_ingredients(), "remat": None}
-    settings["batch"] |= {"microbatches": None, "padding_sequences": None}
-    settings["optimizer"] |= {"offload_to_host": None}
+    settings["model"] = open_language_model(program.model).key_ingredients()
     return CacheKey.of(
         graph="search",
         program=settings,
@@ -36,8 +38,19 @@ def search_key(config: Config) -> CacheKey:
         limits=asdict(config.run.search),
         sources=source_digests(),
         target=target.key_parts(),
+        estimates=_estimated_with(target),
         toolchain=asdict(Toolchain.current(target.platform)),
     )
+
+
+def _estimated_with(target: Target) -> dict[str, Any]:
+    """Return the numbers of a machine that rank strategies; keys of programs leave them out."""
+    table, achieved = target.specification, target.achieved
+    return {
+        "machine": {name: value for name, value in table.items() if name not in _DESCRIPTIONS},
+        "achieved": None if achieved is None else asdict(achieved),
+        "usable_memory_bytes": target.usable_memory_bytes,  # with XLA_CLIENT_MEM_FRACTION
+    }
 
 
 def _kept_rules(program: Program) -> list[str]:
@@ -65,15 +78,16 @@ def with_strategy(config: Config, strategy: Mapping[str, Any]) -> Config:
     Raises:
         PlanError: they do not suit the configuration.
     """
-    program, pipeline = config.program, strategy["pipeline"]
-    if (layers := pipeline["layers_per_stage"]) is not None:
-        pipeline = pipeline | {"layers_per_stage": tuple(layers)}
-    batch = {
-        "global_batch_size": strategy["global_batch_size"],
-        "microbatches": strategy["microbatches"],
-        "padding_sequences": 0,
-    }
+    program = config.program
     try:
+        pipeline = strategy["pipeline"]
+        if (layers := pipeline["layers_per_stage"]) is not None:
+            pipeline = pipeline | {"layers_per_stage": tuple(layers)}
+        batch = {
+            "global_batch_size": strategy["global_batch_size"],
+            "microbatches": strategy["microbatches"],
+            "padding_sequences": 0,
+        }
         changed = replace(
             program,
             mesh=Mesh(**strategy["mesh"]),
@@ -88,6 +102,8 @@ def with_strategy(config: Config, strategy: Mapping[str, Any]) -> Config:
         raise PlanError(
             f"the strategy does not suit this configuration: {reason_of(error)}"
         ) from None
+    except (KeyError, TypeError) as error:  # not as strategy_of() writes it
+        raise PlanError(f"the strategy is damaged, {error!r}; search again") from None
 
 
 def remember(cache: Cache, config: Config, chosen: Program) -> None:

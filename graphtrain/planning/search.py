@@ -19,6 +19,7 @@ from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.errors import PlanError
 from graphtrain.planning.candidate import Candidate
 from graphtrain.planning.candidates import SearchOptions, candidates
+from graphtrain.planning.given import without_strategy
 from graphtrain.planning.limits import batch_sizes, usable_bytes
 from graphtrain.planning.rejections import rejection_reasons
 from lowering.machine.target import Target
@@ -69,7 +70,7 @@ class _Task:
     def of(cls, program: Program, settings: SearchSettings) -> _Task:
         sizes = batch_sizes(program, settings)
         capacity = usable_bytes(Target.parse(program.target), settings)
-        given = without_phases(program)
+        given = without_strategy(without_phases(program))
         native = with_native_model(given)
         imported, choices, not_tried = None, SearchOptions(), _ruled_out(given)
         if native is not given:
@@ -161,10 +162,14 @@ def _can_offload(program: Program) -> bool:
 
 
 def _ruled_out(program: Program) -> dict[str, str]:
-    """Return the mesh axes with which the settings of a program cannot be used, with the reason."""
+    """Return the mesh axes with which the settings of a program cannot be used, with the reason.
+
+    Args:
+        program: program of without_strategy().
+    """
     reasons = {}
     for axis in ("stage", "context"):
-        batch = replace(program.batch, microbatches=1, padding_sequences=0)
+        batch = program.batch
         if axis == "stage":
             rows = 2 * batch.global_batch_size  # whatever the batch is, two microbatches of pairs
             batch = replace(batch, global_batch_size=rows, microbatches=2)

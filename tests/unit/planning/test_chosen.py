@@ -3,13 +3,21 @@
 from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 
 from graphtrain.cache import Cache
 from graphtrain.cache.programs import CacheWarning
+from graphtrain.cli.run import command
 from graphtrain.config import load_config
 from graphtrain.config.schema import Batch, Config, Mesh, SearchSettings
 from graphtrain.errors import PlanError
-from graphtrain.planning.chosen import remember, remembered, strategy_of, with_strategy
+from graphtrain.planning.chosen import (
+    remember,
+    remembered,
+    search_key,
+    strategy_of,
+    with_strategy,
+)
 
 TEXT = """
 [program]
@@ -61,6 +69,30 @@ def test_what_is_given_to_a_search_is_its_key(config, chosen, tmp_path, change):
     assert remembered(cache, load_config(TEXT, [change])) is None
 
 
+@pytest.mark.parametrize("number", ["flops = { bfloat16 = 100e12 }", "link = 30e9"])
+def test_the_numbers_of_the_machine_are_its_key(config, chosen, tmp_path, monkeypatch, number):
+    """Also those that no program depends on, as they rank strategies."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GRAPHTRAIN_TARGETS", raising=False)
+    cache, on_gpus = Cache(tmp_path / "cache"), load_config(TEXT, ["program.target=h100:4"])
+    remember(cache, on_gpus, chosen.program)
+    (tmp_path / "targets.toml").write_text(f"[h100]\n{number}\n")
+    assert remembered(cache, on_gpus) is None
+    (tmp_path / "targets.toml").unlink()
+    assert remembered(cache, on_gpus) is not None
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")  # of the memory of a GPU
+    assert remembered(cache, on_gpus) is None
+
+
+def test_every_setting_of_the_strategy_is_no_part_of_the_key(config):
+    own = ["program.optimizer.offload_to_host=true", "program.pipeline.virtual_stages=2"]
+    own += ["program.model.remat=full", "program.batch.padding_sequences=1"]
+    own += ["program.batch.microbatches=3", 'program.rules=["zero1", "tensor"]']
+    assert search_key(load_config(TEXT, own)) == search_key(config)
+    ulysses = load_config(TEXT, ['program.rules=["data", "ulysses"]'])
+    assert search_key(ulysses) != search_key(config)
+
+
 def test_a_damaged_strategy_is_none(config, chosen, tmp_path):
     cache = Cache(tmp_path)
     remember(cache, config, chosen.program)
@@ -74,6 +106,8 @@ def test_a_strategy_that_does_not_suit_is_an_error(config, chosen):
     strategy = strategy_of(chosen.program) | {"microbatches": 3}
     with pytest.raises(PlanError, match=r"does not suit .*not a multiple of microbatches = 3"):
         with_strategy(config, strategy)
+    with pytest.raises(PlanError, match=r"is damaged, KeyError\('pipeline'\); search again"):
+        with_strategy(config, {"mesh": {}})
 
 
 def test_limits_are_settings_with_a_range():
@@ -90,3 +124,13 @@ def test_another_batch_is_said_with_its_steps():
     assert batch_change(before, replace(before, microbatches=2), 10) == ""
     said = batch_change(before, replace(before, global_batch_size=16), 10)
     assert "run.steps = 10 steps train 10,240 tokens in place of 5,120 (5 steps train" in said
+
+
+def test_processes_that_could_find_different_strategies_are_refused(tmp_path):
+    path = tmp_path / "my config.toml"
+    path.write_text(TEXT)
+    several = ["--coordinator", "127.0.0.1:1", "--processes", "2", "--rank", "1"]
+    found = CliRunner().invoke(command, [str(path), "--target", "cpu:2x2", "--search", *several])
+    assert found.exit_code == 2 and "could find another strategy" in found.output
+    written = f"plan search '{path}' --target cpu:2x2 --output searched.toml"
+    assert written in " ".join(found.output.split())

@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from graphtrain.config.schema import Adapter, Batch, MixtureOfExperts, Model, Program
+from graphtrain.config.schema import (
+    Adapter,
+    Batch,
+    Mesh,
+    MixtureOfExperts,
+    Model,
+    PipelineSettings,
+    Program,
+)
 from graphtrain.config.schema import SearchSettings as Limits
 from graphtrain.errors import PlanError
 from graphtrain.planning.candidates import candidates
@@ -124,3 +132,24 @@ def test_host_memory_is_used_where_nothing_fits_without_it():
     assert "offload" not in search(PROGRAM).rejected
     on_cpu = replace(PROGRAM, target="cpu:4")
     assert search(on_cpu, settings=Limits(device_memory_gb=1e-6)).ranked == ()
+
+
+def test_the_strategy_of_the_configuration_does_not_matter():
+    def found(program):
+        result = search(program)
+        numbers = [(str(one.mesh), one.program.settings, one.seconds) for one in result.ranked]
+        return result.considered, result.rejected, numbers
+
+    deep = replace(PROGRAM, model=replace(MODEL, layers=4))
+    strategy = {
+        "pipeline": PipelineSettings(schedule="1f1b", layers_per_stage=(1, 1, 1, 1)),
+        "optimizer": replace(deep.optimizer, offload_to_host=True),
+        "model": replace(deep.model, remat="full"),
+        "batch": replace(deep.batch, microbatches=4),
+        "mesh": Mesh(stage=4),
+        "rules": ("zero2", "pipeline"),
+    }
+    own = found(replace(deep, **strategy))
+    assert own == found(deep)
+    meshes, best = [mesh for mesh, _, _ in own[2]], own[2][0][1]
+    assert any("stage" in mesh for mesh in meshes) and not best.optimizer.offload_to_host
