@@ -22,8 +22,7 @@ from graphtrain.checkpoints.remote import RemoteCheckpoints
 from graphtrain.checkpoints.upload_process import MODULE
 
 URL = "s3://runs/one"
-# The command, whose steps take a while, as those of a larger model.
-SLOW = """
+_SLOW = """
 import time
 from graphtrain.data.batches import loader
 read = loader.Loader.__next__
@@ -36,6 +35,11 @@ loader.Loader.__next__ = read_slowly
 from graphtrain.cli import main
 main()
 """
+
+
+def slow_program(step_seconds: float) -> str:
+    """The command, whose steps take so much longer, as those of a larger model."""
+    return _SLOW.replace("STEP_SECONDS", str(step_seconds))
 
 
 def arrays(directory: Path, step: int) -> dict[str, np.ndarray]:
@@ -123,7 +127,7 @@ class Trial:
             if self.hosts > 1:
                 words += ["--set", f"run.checkpoints.local=disk{rank}", *meeting, str(rank)]
             words = ["run", "config.toml", *words, *self.words]
-            program = SLOW.replace("STEP_SECONDS", str(self.step_seconds))
+            program = slow_program(self.step_seconds)
             started.append(self.place.start_python("-c", program, *words))
         return started
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from places import Place
-from remote_trials import SLOW, Server, serving
+from remote_trials import Server, serving, slow_program
 from storage import credentials, failing
 
 from graphtrain.cache.remote import ObjectStore
@@ -111,7 +111,7 @@ def small_blocks(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lose_server(place: Place, server: Server, *words: str) -> subprocess.Popen[str]:
     """Start a run; while it reads, kill the server and remove the blocks that it has read."""
-    process = place.start_python("-c", SLOW, "run", "config.toml", *STREAM, *words)
+    process = place.start_python("-c", slow_program(0.04), "run", "config.toml", *STREAM, *words)
     while not any(step >= 5 for step, _, _ in place.curve()):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
