@@ -7,7 +7,7 @@ import re
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,27 +99,49 @@ def import_hugging_face(source: Path, destination: Path, progress: Progress) -> 
         for layer_weights in family.weights(model)
     ]
     _check_names(all_layer_weights, family, model, folder)
-    arrays = {}
-    for layer_weights in all_layer_weights:
-        dtype = dtype_of(layer_weights, folder)
-        for path in layer_weights.row.paths:
-            arrays[stored_name(path, layer_weights.layer)] = dtype, array_shape(path, model)
     with create_directory(destination) as directory:
-        writer = SafetensorsWriter(directory / "weights", arrays)
-        for num_done, layer_weights in enumerate(all_layer_weights):
-            progress(num_done, len(all_layer_weights))
-            tensors = [folder.read(name) for name in layer_weights.names]
-            decoder_arrays = to_decoder(layer_weights, tensors, model)
-            for path, array in zip(layer_weights.row.paths, decoder_arrays, strict=True):
-                writer.write(stored_name(path, layer_weights.layer), array)
-        writer.close()
-        (directory / "model.toml").write_text(render_model(model))
-        record_weights(directory)
+        arrays = write_decoder(directory, all_layer_weights, folder, model, progress)
         copy_hf_files(source, directory / HF_FILES)
         record_hf_files(directory)
     _check_tokenizer(source, model.vocab)
     progress(len(all_layer_weights), len(all_layer_weights))
     return summarize(family, model, arrays)
+
+
+def write_decoder(
+    directory: Path,
+    all_layer_weights: Sequence[LayerWeights],
+    files: WeightFiles,
+    model: Model,
+    progress: Progress,
+) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """Write a converted folder: the decoder's arrays, model.toml, and the digests of both.
+
+    Args:
+        directory: Folder to fill.
+        all_layer_weights: Rows of weights, of every layer.
+        files: Files of their tensors, which are read one row at a time.
+        model: Settings of the model.
+        progress: Called before each row.
+
+    Returns:
+        Dtype and shape of each array, by name.
+    """
+    arrays = {
+        stored_name(path, one.layer): (dtype_of(one, files), array_shape(path, model))
+        for one in all_layer_weights
+        for path in one.row.paths
+    }
+    writer = SafetensorsWriter(directory / "weights", arrays)
+    for num_done, one in enumerate(all_layer_weights):
+        progress(num_done, len(all_layer_weights))
+        decoded = to_decoder(one, [files.read(name) for name in one.names], model)
+        for path, array in zip(one.row.paths, decoded, strict=True):
+            writer.write(stored_name(path, one.layer), array)
+    writer.close()
+    (directory / "model.toml").write_text(render_model(model))
+    record_weights(directory)
+    return arrays
 
 
 def export_hugging_face(

@@ -20,6 +20,10 @@ class ModelChunk:
     is_first: bool  # has the embedding
     is_last: bool  # has the final norm and the LM head
 
+    def has_layer(self, layer: int) -> bool:
+        """Return whether a layer of the model is one of these."""
+        return self.first_layer <= layer < self.first_layer + self.num_layers
+
 
 @dataclass(frozen=True)
 class RankLayout:

@@ -83,7 +83,7 @@ def _ranks(layout: RankLayout, pipeline: int) -> Iterator[Rank]:
 def _has(chunk: ModelChunk, group: LayerWeights, model: Model) -> bool:
     """Return whether a chunk has the tensors of a group."""
     if group.layer is not None:
-        return chunk.first_layer <= group.layer < chunk.first_layer + chunk.num_layers
+        return chunk.has_layer(group.layer)
     if group.row.name == _EMBEDDING and model.tie_word_embeddings and chunk.is_last:
         return True  # the LM head is a copy
     return chunk.is_first if group.row.name.startswith("embedding.") else chunk.is_last

@@ -10,23 +10,18 @@ from pydantic import TypeAdapter
 
 from graphtrain.checkpoints.output_directory import create_directory
 from graphtrain.config.presets import preset_settings
-from graphtrain.config.render import render_model
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
 from graphtrain.weights.convert import (
     ConversionSummary,
     Progress,
-    dtype_of,
     first_names,
     summarize,
+    write_decoder,
 )
-from graphtrain.weights.digests import record_weights
-from graphtrain.weights.families.family import array_shape, to_decoder
 from graphtrain.weights.files import WeightFiles
 from graphtrain.weights.mindspore.rank_files import open_ckpt
 from graphtrain.weights.mindspore.rows import check_llama, mindformers_llama
-from graphtrain.weights.sources import stored_name
-from graphtrain.weights.writer import SafetensorsWriter
 
 _EMBEDDING = "model.tok_embeddings.embedding_weight"
 
@@ -60,22 +55,8 @@ def from_mindspore(
         )
     groups = list(family.weights(settings))
     _check_names({name for group in groups for name in group.names}, files)
-    arrays = {
-        stored_name(path, group.layer): (dtype_of(group, files), array_shape(path, settings))
-        for group in groups
-        for path in group.row.paths
-    }
     with create_directory(destination) as directory:
-        writer = SafetensorsWriter(directory / "weights", arrays)
-        for done, group in enumerate(groups):
-            progress(done, len(groups))
-            tensors = [files.read(name) for name in group.names]
-            converted = to_decoder(group, tensors, settings)
-            for path, array in zip(group.row.paths, converted, strict=True):
-                writer.write(stored_name(path, group.layer), array)
-        writer.close()
-        (directory / "model.toml").write_text(render_model(settings))
-        record_weights(directory)
+        arrays = write_decoder(directory, groups, files, settings, progress)
     progress(len(groups), len(groups))
     return summarize(family, settings, arrays)
 

@@ -140,5 +140,5 @@ class _RankFiles:
 def _has(chunk: ModelChunk, group: LayerWeights) -> bool:
     """Return whether a pipeline stage has a tensor."""
     if group.layer is not None:
-        return chunk.first_layer <= group.layer < chunk.first_layer + chunk.num_layers
+        return chunk.has_layer(group.layer)
     return chunk.is_first if "embeddings" in group.row.name else chunk.is_last
