@@ -27,7 +27,7 @@ def page() -> str:
     """Return the page."""
     head = ("machine", "platform", "memory, GB", "bandwidth, GB/s", "bfloat16, TFLOP/s",
             "float32, TFLOP/s", "fp8, TFLOP/s", "int8, TFLOP/s", "link, GB/s", "network, GB/s",
-            "devices per host",
+            "host memory, GB/s",            "devices per host",
             "devices per link", "products reach, %", "fp8 and int8 reach, %",
             "attention reaches, %")  # fmt: skip
     rows = [_row(name, one) for name, one in tables().items()]
@@ -45,6 +45,7 @@ def _row(name: str, one: dict[str, Any]) -> tuple[str, ...]:
         *(_scaled(one["flops"].get(dtype), 1e12) for dtype in ("float32", "fp8", "int8")),
         _scaled(one.get("link"), 1e9),
         _scaled(one.get("network"), 1e9),
+        _scaled(one.get("host_link"), 1e9),
         str(one.get("per_host", one.get("group", ""))),
         str(one.get("group", "")),
         *(_percent(one.get("achieved", {}).get(name)) for name in REACHED),

@@ -51,6 +51,7 @@ class StepTime:
     communication: Mapping[str, float | None]  # by mesh axes, as "fsdp" or "data+fsdp"
     bubble: float | None  # idle time of a pipeline stage
     overlapped: float | None  # part of the communication that overlaps with compute
+    host: float | None = 0.0  # transfers to host memory and back that compute does not hide
     achieved: Achieved | None = None  # shares of the peak that compute assumes; None: the peak
 
     @property
@@ -63,12 +64,13 @@ class StepTime:
         """Time of the parts that are known, by which strategies are compared."""
         sent = sum(seconds or 0.0 for seconds in self.communication.values())
         exposed = sent - (self.overlapped or 0.0)
-        return (self.compute or 0.0) + (self.memory or 0.0) + exposed + (self.bubble or 0.0)
+        computed = (self.compute or 0.0) + (self.memory or 0.0) + (self.bubble or 0.0)
+        return computed + exposed + (self.host or 0.0)
 
     @property
     def is_complete(self) -> bool:
         """Return whether every part is known. If not, the total is only a lower bound."""
-        parts = self.compute, self.memory, self.bubble, *self.communication.values()
+        parts = self.compute, self.memory, self.bubble, self.host, *self.communication.values()
         return None not in parts
 
 

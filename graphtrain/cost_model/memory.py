@@ -104,6 +104,14 @@ def largest(program: ResolvedProgram, count: int = 5) -> dict[str, int]:
     return {name: round(bytes_by_name[name]) for name in ranked[:count]}
 
 
+def saved_by_layers(program: ResolvedProgram) -> float:
+    """Return the bytes of activations that a device's layers save of one microbatch."""
+    sizes, flash = DeviceSizes.of(program), step_uses_flash_kernel(program)
+    blocks = sizes.layers * program.model.layers / program.model.depth
+    dense = _saved_per_layer(program, replace(sizes, mlp=sizes.dense_mlp), flash)
+    return blocks * _saved_by_block(program, sizes, flash) + (sizes.layers - blocks) * dense
+
+
 def _saved_activations(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) -> float:
     """Return the bytes of activations that the forward pass saves for the backward pass.
 

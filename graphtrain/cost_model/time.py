@@ -1,4 +1,4 @@
-"""Time of a training step, in seconds: compute, memory, communication, pipeline bubble."""
+"""Time of a training step, in seconds: compute, memory, communication, bubble, host memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Memory, StepTime
 from graphtrain.cost_model.compute import expected_excess, flops_by_part
 from graphtrain.cost_model.elementwise import elementwise_bytes
+from graphtrain.cost_model.host_transfers import exposed_seconds
 from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.cost_model.product_peaks import part_peak, step_peak
 from graphtrain.models.flops import step_flops_per_token
@@ -71,6 +72,7 @@ def step_time(
         communication=communication,
         bubble=idle,
         overlapped=None if compute is None else min(hideable, compute),
+        host=exposed_seconds(program, compute),
         achieved=known,
     )
 

@@ -14,11 +14,6 @@ from graphtrain.planning.formats import format_seconds, format_share
 from sharding_rules.mesh import MeshShape
 
 
-def offloads(program: ResolvedProgram) -> bool:
-    """Return whether a step moves arrays to host memory and back."""
-    return program.optimizer.offload_to_host or program.model.remat == "offload"
-
-
 @dataclass(frozen=True)
 class Candidate:
     """One strategy and its estimate."""
@@ -84,14 +79,11 @@ class Candidate:
                 self.memory, compiler_out_of_memory=assessment.memory.compiler_out_of_memory
             )
             return replace(self, memory=memory, note=assessment.note)
-        time = assessment.time
-        if is_bound := offloads(self.program):
-            time = replace(time, memory=None)
         return replace(
             self,
             memory=replace(assessment.memory, capacity=self.memory.capacity),
-            time=time,
-            mfu=None if is_bound else assessment.mfu,
+            time=assessment.time,
+            mfu=assessment.mfu,
             sent_bytes=sum(each.wire_bytes_per_step for each in assessment.collectives),
             estimated=self,
             note=assessment.note,

@@ -16,7 +16,7 @@ from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.chunk_size import loss_chunk
 from graphtrain.models.optimizer_support import check_optimizer
 from graphtrain.models.shapes import state_arrays
-from graphtrain.planning.candidate import Candidate, offloads
+from graphtrain.planning.candidate import Candidate
 from lowering.errors import LoweringError
 from lowering.machine.target import Achieved, Target
 from sharding_rules.arrays import ArraySpec
@@ -122,8 +122,6 @@ def _candidate(
     estimated_time = step_time(
         program, estimated_memory, collectives, bubble_of(program), achieved, flash
     )
-    if offloads(program):  # the time of transfers to host memory is not known
-        estimated_time = replace(estimated_time, memory=None)
     seconds = estimated_time.total if estimated_time.is_complete else None
     utilization = mfu(program, seconds, causal=flash)
     sent_bytes = sum(each.wire_bytes_per_step for each in collectives)

@@ -115,7 +115,8 @@ def _time(of: Assessment) -> dict[str, str | float]:
     time = of.time
     parts: dict[str, float | None] = {"compute": time.compute, "memory": time.memory}
     parts |= {f"communication over {axes}": seconds for axes, seconds in time.communication.items()}
-    parts |= {"overlapped": time.overlapped, "bubble": time.bubble, "step": time.total}
+    parts |= {"overlapped": time.overlapped, "bubble": time.bubble}
+    parts |= {"host memory": time.host, "step": time.total}
     return {name: _or_unknown(value) for name, value in parts.items()}
 
 

@@ -80,6 +80,7 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
             "communication": dict(time.communication),
             "overlapped": time.overlapped,
             "bubble": time.bubble,
+            "host": time.host,
         },
         "achieved": time.achieved and asdict(time.achieved),
         "flops_by_part": [_part_as_json(part, plan.mesh.devices) for part in assessment.flops],

@@ -80,10 +80,12 @@ def _largest_excess(best: Candidate, winner_time: StepTime) -> str:
     time = best.time
     assert time is not None
     compute, memory, bubble = time.compute or 0.0, time.memory or 0.0, time.bubble or 0.0
+    host = time.host or 0.0
     excess = {
         f"compute {format_seconds(compute)} s": compute - (winner_time.compute or 0.0),
         f"memory traffic {format_seconds(memory)} s": memory - (winner_time.memory or 0.0),
         f"pipeline bubble {format_seconds(bubble)} s": bubble - (winner_time.bubble or 0.0),
+        f"transfers to host memory {format_seconds(host)} s": host - (winner_time.host or 0.0),
     }
     overlappable: dict[str, float] = {}
     for axes, known in time.communication.items():

@@ -41,8 +41,8 @@ FAMILIES = (
 )
 _NO_LIMITS = SearchSettings()
 _OFFLOADED = (
-    "tried, because nothing fits without it; how long transfers to host memory take is not known, "
-    "so times are lower bounds"
+    "tried, because nothing fits without it: transfers of moments to host memory and back take "
+    "time, and those of activations where they exceed compute"
 )
 
 

@@ -267,6 +267,9 @@ def time_table(assessment: "Assessment") -> "Table":
         table.add_row("overlapped with compute", f"-{format_seconds(time.overlapped)}", "estimate")
     if time.bubble:
         table.add_row("pipeline bubble", format_seconds(time.bubble), "estimate")
+    if time.host != 0.0:
+        source = "estimate" if time.host else "no speed is known for this machine"
+        table.add_row("transfers to host memory", format_seconds(time.host), source)
     bound = "" if time.is_complete or time.total is None else "lower bound: "
     table.add_row("step", format_seconds(time.total), f"{bound}estimate")
     if assessment.mfu is not None:  # of an incomplete time it would mean nothing

@@ -14,8 +14,8 @@ from sharding_rules.documents import read_toml
 VARIABLE, _FILE = "GRAPHTRAIN_TARGETS", "targets.toml"
 _BUILT_IN = Path(__file__).parent / "topologies.toml"
 # What only estimates read. All else can change programs, also the memory: by the chunks of a loss.
-_ESTIMATES = {"flops", "link", "network", "achieved", "like", "source", "slice", "shapes", "file",
-              "file_numbers"}  # fmt: skip
+_ESTIMATES = {"flops", "link", "host_link", "network", "achieved", "like", "source", "slice",
+              "shapes", "file", "file_numbers"}  # fmt: skip
 # Words for a kind of machine, which people give in place of the model: platforms of its models.
 _KINDS = {
     "gpu": ("cuda", "rocm"),

@@ -50,6 +50,7 @@ class _Machine:
     group: _Count | None = None
     per_host: _Count | None = None
     network: _Amount | None = None
+    host_link: _Amount | None = None
     achieved: _Reached | None = None
     gpu: dict[str, str | int | float] | None = None
     source: _Text | None = None

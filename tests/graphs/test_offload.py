@@ -7,7 +7,11 @@ import pytest
 from programs import LLAMA, batch, loaded, placed_inputs, program
 from test_parallel import assert_close, loss_and_gradients
 
-from graphtrain.config.schema import Mesh, Optimizer
+import lowering
+from graphtrain.compile import worker
+from graphtrain.config.resolve import resolve
+from graphtrain.config.schema import Batch, Mesh, Model, Optimizer
+from graphtrain.cost_model.host_transfers import offloaded_activations
 from lowering.errors import LoweringError
 from lowering.trees import flatten
 
@@ -44,6 +48,25 @@ def test_a_card_that_is_not_here_cannot_keep_moments_on_its_host():
         LoweringError, match=r"h100:8: arrays in host memory cannot be compiled for a GPU"
     ):
         loaded(of, "train")
+
+
+def test_plans_count_the_activations_that_a_compiled_step_keeps_on_the_host():
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra gpu")
+    model = Model(
+        layers=2,
+        embed=128,
+        heads=2,
+        head_dim=64,
+        mlp=256,
+        vocab=256,
+        remat="offload",
+        attention="flash",
+    )
+    batch = Batch(global_batch_size=4, seq_len=512)
+    of = resolve(program(target="h100:1", mesh=Mesh(), model=model, batch=batch))
+    lowered = worker.lower(of, "train")
+    record = lowering.backend(lowered.target).compile(lowered).record
+    assert record["memory"]["host"] == offloaded_activations(of)
 
 
 def test_moments_can_be_half_as_wide():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from graphtrain.cost_model.elementwise import elementwise_bytes
+from graphtrain.cost_model.host_transfers import exposed_seconds
 from graphtrain.cost_model.time import bandwidth_of, overlap_of, speed_of, step_time
 from graphtrain.planning.assess import estimate
 from lowering.hlo.collectives import Collective
@@ -119,3 +120,27 @@ def test_the_steps_of_a_compiled_sum_across_slices_use_their_own_networks():
     assert speed_of(inside, mesh, target) == 100e9 and speed_of(across, mesh, target) == 6.25e9
     unknown = Target.parse("2xv4:4x4x4")
     assert speed_of(across, mesh, unknown) == 0.0 and speed_of(inside, mesh, unknown) == 50e9
+
+
+def test_transfers_of_moments_to_the_host_are_not_hidden(vary):
+    offload = ["program.optimizer.offload_to_host=true"]
+    time = estimate(vary(["program.target=a100:4", *offload])).time
+    plain = estimate(vary(["program.target=a100:4"]))
+    assert plain.time.host == 0
+    # Once in each direction, at half of the 64 GB/s of both directions.
+    assert time.host == pytest.approx(2 * plain.memory.optimizer / 32e9)
+    sent = sum(time.communication.values()) - time.overlapped
+    assert time.total == pytest.approx(time.compute + time.memory + sent + time.host)
+    on_tpu = estimate(vary(offload))
+    assert on_tpu.time.host is None and on_tpu.mfu is None and not on_tpu.time.is_complete
+
+
+def test_transfers_of_activations_take_time_where_they_take_longer_than_compute(vary):
+    program = vary(["program.target=a100:4", "program.model.remat=offload"])
+    layers, tokens = 4, 4 * 512
+    heads, hidden, attended, stream = 3 * 512, 2 * 1024, 512, 512  # bfloat16 numbers of a token
+    log_sum_exp = 8 * 4  # bytes of a token: float32 of each head
+    sent = 2 * layers * tokens * (2 * (heads + hidden + attended + stream) + log_sum_exp)
+    assert exposed_seconds(program, 0.0) == pytest.approx(sent / 32e9)
+    assert exposed_seconds(program, sent / 32e9 / 4) == pytest.approx(sent / 32e9 * 3 / 4)
+    assert exposed_seconds(program, 1.0) == 0
