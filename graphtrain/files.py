@@ -118,7 +118,7 @@ def missing_dataset_file(prefix: str, suffix: str) -> str:
     if prefix.endswith((".bin", ".idx")):
         hint = f"name the dataset without its suffix: {prefix[:-4]}"
     elif names := sorted(path.stem for path in Path(prefix).glob("*.idx")):
-        names = [name for name in names if not name.endswith("_learned")]
+        names = [name for name in names if not name.endswith(("_learned", "_images"))]
         return (
             f"{prefix}: is a directory, not a dataset; it holds {', '.join(names)}: name one of "
             f"them, for example {prefix.rstrip('/')}/{names[0]}"

@@ -431,13 +431,17 @@ def pull(url: str, directory: Path, endpoint: str | None) -> None:
     """
     from graphtrain.cache.sizes import format_size
     from graphtrain.checkpoints.download import download_folder
+    from graphtrain.data.indexed.images import is_images_prefix
     from graphtrain.data.indexed.verify import verify as verify_data
 
     verified = []
 
     def verify_datasets(folder: Path) -> None:
         for index in sorted(folder.rglob("*.idx")):
-            verify_data(prefix := index.with_suffix(""))
+            prefix = index.with_suffix("")
+            if is_images_prefix(prefix):  # verified with its dataset
+                continue
+            verify_data(prefix)
             verified.append(directory / prefix.relative_to(folder))
 
     sizes = download_folder(url, directory, verify_datasets, endpoint)

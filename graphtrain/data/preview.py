@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from graphtrain.data.batches.row_images import RowImages
 from graphtrain.data.batches.rows import PackingSettings
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.description import dataset_tokenizer, read_description
@@ -54,12 +55,24 @@ def masked_documents(prefix: str, first: int, count: int) -> Iterator[tuple[int,
 def packing_report(prefix: str, length: int) -> str:
     """Return a report of the rows that best-fit packing needs, and of how full they are."""
     sizes = np.diff(IndexedDataset(prefix).document_offsets)
+    description = read_description(prefix)
+    images = description.images if description else None
+    if images:  # no document with images is cut
+        sizes = sizes[sizes <= length + 1]
     packed = PackingSettings(
         length=length,
         length_name="--length",
         isolate_documents=True,
         packing="best_fit",
-        overlong="truncate",
+        overlong="drop" if images else "truncate",
+        images=images
+        and RowImages(
+            images=images.most,
+            height=images.height,
+            width=images.width,
+            token=images.token,
+            tokens=images.tokens,
+        ),
     ).open(prefix)
     used_positions = int(np.minimum(sizes[sizes > 1] - 1, length).sum())
     share = used_positions / (len(packed) * packed.rows_per_index * length)

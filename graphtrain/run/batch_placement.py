@@ -41,15 +41,15 @@ class BatchPlacement:
             self._positions = _positions(self.rows, described)
 
     def to_devices(self, batch: Mapping[str, np.ndarray]) -> Tree:
-        """Copy the rows of this process, with shape (rows, tokens), to its devices."""
+        """Copy the rows of this process, (rows, tokens) or (rows, ...), to its devices."""
         described = flatten(self._described)
         if self.rows is None:
             whole = {name: batch[name].reshape(described[name].shape) for name in described}
             return self._backend.to_devices(whole, self._described)
 
         def read(name: str, _: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
-            *rows, tokens = index
-            return batch[name][self._positions[tuple(rows)]][..., tokens]
+            rows, rest = index[: self._positions.ndim], index[self._positions.ndim :]
+            return batch[name][self._positions[rows]][*(slice(None) for _ in rows), *rest]
 
         return self._backend.from_shards(self._described, read)
 
@@ -59,7 +59,7 @@ def _local_rows(described: Tree) -> np.ndarray:
     is_local = np.zeros(_leading_shape(described), bool)
     for array in flatten(described).values():
         for index in array.sharding.addressable_devices_indices_map(array.shape).values():
-            is_local[index[:-1]] = True
+            is_local[index[: is_local.ndim]] = True
     return np.flatnonzero(is_local)
 
 
@@ -72,5 +72,8 @@ def _positions(rows: np.ndarray, described: Tree) -> np.ndarray:
 
 
 def _leading_shape(described: Tree) -> tuple[int, ...]:
-    """Return the shape of the arrays of a batch without the positions, which is equal in all."""
-    return tuple(next(iter(flatten(described).values())).shape[:-1])
+    """Return the shape of the rows of a batch, which is equal in all of its arrays.
+
+    Those are the dimensions of the tokens before their positions. Images have more behind.
+    """
+    return tuple(flatten(described)["tokens"].shape[:-1])

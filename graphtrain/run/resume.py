@@ -78,6 +78,8 @@ def _dataset_digest(prefix: str) -> str | None:
         return f"{sizes[0]} + {sizes[1]} bytes"
     conversations = description.conversations
     digests = [description.digests, conversations and conversations.digests]
+    if description.images is not None:
+        digests.append(description.images.digests)
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -27,6 +27,16 @@ split = jax.sharding.PartitionSpec(*(tuple(axes) or None for axes in split))
 sharding = jax.sharding.NamedSharding(mesh, split)
 dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
 described = {name: jax.ShapeDtypeStruct(shape, dtypes[name], sharding=sharding) for name in dtypes}
+# Images have more dimensions after the rows, which no axis splits.
+dtypes["images"], image_shape = np.uint8, [2, 1, 4, 3]
+rows_sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*split[:-1]))
+described["images"] = jax.ShapeDtypeStruct(
+    [*shape[:-1], *image_shape], np.uint8, sharding=rows_sharding
+)
+def with_images(batch):
+    factors = np.arange(1, 1 + np.prod(image_shape))
+    images = batch["tokens"][:, :1] * factors + batch["tokens"][:, 1:2]
+    return {**batch, "images": (images % 251).astype(np.uint8).reshape(-1, *image_shape)}
 
 read, slices_of = set(), ConcatPacking._document_slices
 def noted(packing, index):
@@ -39,7 +49,7 @@ settings = {"global_batch_size": 8, "seq_len": 6, "seed": 3}
 def placed(batches):
     for batch in batches:
         assert {len(array) for array in batch.values()} == {len(placement.rows)}
-        yield placement.to_devices(batch)
+        yield placement.to_devices(with_images(batch))
 loader = Loader(data, **settings, rows=placement.rows, index_share=index_share())
 trained = list(placed(itertools.islice(loader, 5)))
 own = {int(i) for step in range(40) for _, i in loader._samples_of(step, placement.rows)}
@@ -54,9 +64,9 @@ whole.close()
 wanted_validated = list(evaluation_batches(data, **options))
 for got, want in zip(trained + validated, wanted + wanted_validated, strict=True):
     for name, array in got.items():
-        assert array.shape == tuple(shape) and array.dtype == dtypes[name]
+        assert array.shape == described[name].shape and array.dtype == dtypes[name]
         for shard in array.addressable_shards:
-            expected = want[name].reshape(shape)[shard.index]
+            expected = with_images(want)[name].reshape(array.shape)[shard.index]
             np.testing.assert_array_equal(np.asarray(shard.data), expected)
 print(json.dumps({"rows": placement.rows.tolist(), "strangers": strangers, "read": len(read)}))
 """

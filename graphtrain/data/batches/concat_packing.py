@@ -19,7 +19,8 @@ from graphtrain.data.shuffle import permutation
 from graphtrain.errors import DataError
 
 # tokens (inputs) and targets int32, weights (loss mask) float32 and, if documents are isolated,
-# documents (segment ids) int32: each (sequences, length).
+# documents (segment ids) int32: each (sequences, length). If documents have images, images uint8:
+# (sequences, images, height, width, 3).
 Batch = dict[str, np.ndarray]
 _NO_DOCUMENTS = np.array([], np.int64)
 
@@ -177,8 +178,17 @@ class ConcatPacking:
         return _Epoch(order, np.cumsum(np.diff(self.dataset.document_offsets)[order]))
 
 
-def empty_batch(rows: int, length: int, isolate_documents: bool) -> Batch:
-    """Return a batch of `rows` rows of padding."""
+def empty_batch(
+    rows: int, length: int, isolate_documents: bool, image_shape: tuple[int, ...] | None = None
+) -> Batch:
+    """Return a batch of `rows` rows of padding.
+
+    Args:
+        rows: Number of rows.
+        length: Tokens of a row.
+        isolate_documents: Add the segment ids.
+        image_shape: Shape of the images of a row. None: rows have no images.
+    """
     batch = {
         "tokens": np.zeros((rows, length), np.int32),
         "targets": np.zeros((rows, length), np.int32),
@@ -186,6 +196,8 @@ def empty_batch(rows: int, length: int, isolate_documents: bool) -> Batch:
     }
     if isolate_documents:
         batch["documents"] = np.zeros((rows, length), np.int32)
+    if image_shape is not None:
+        batch["images"] = np.zeros((rows, *image_shape), np.uint8)
     return batch
 
 

@@ -6,15 +6,16 @@ the same in every epoch; the loader shuffles them.
 """
 
 import warnings
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
+from graphtrain.data.batches.best_fit import best_fit, best_fit_with_images
 from graphtrain.data.batches.concat_packing import Batch, check_tokens, empty_batch
 from graphtrain.data.batches.sources import SourceDataset, SourceMasks
 from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.images import ImageFiles
 from graphtrain.data.indexed.loss_spans import LossSpans
 from graphtrain.data.indexed.streamed_tokens import StreamedTokens
 from graphtrain.errors import DataError
@@ -37,6 +38,8 @@ class DocumentPacking:
         vocab: Vocabulary size of the model. None: token ids are not checked against it.
         isolate_documents: Isolate documents: batches contain segment ids.
         length_name: Name of `length` in messages.
+        images: Images of the documents. None: they have none.
+        images_per_row: Images that a row has room for.
 
     Raises:
         DataError: documents are longer and `overlong` is "error", or no document can be used.
@@ -54,17 +57,22 @@ class DocumentPacking:
         vocab: int | None = None,
         isolate_documents: bool = False,
         length_name: str = "batch.seq_len",
+        images: ImageFiles | None = None,
+        images_per_row: int = 0,
     ) -> None:
         self.dataset, self.length, self._length_name = dataset, length, length_name
         self.rows_per_index = 2 if pairs else 1  # batch rows per index
         self.identity = f"{'best_fit' if fit and not pairs else 'pad'}, overlong: {overlong}"
         self._learned, self._vocab, self._apart = loss_spans, vocab, isolate_documents
+        self._images, self._images_per_row = images, images_per_row
+        if images is not None:
+            self.identity += f", images: {images_per_row}"
         documents = self._usable_documents(overlong, pairs)
         if pairs:
             starts = np.arange(0, len(documents) + 1, 2)
         elif fit:
             sizes = self._positions_used(documents)
-            row_of = best_fit(sizes, length)
+            row_of = self._rows_of(documents, sizes)
             documents = documents[np.argsort(row_of, kind="stable")]
             starts = np.concatenate([[0], np.cumsum(np.bincount(row_of))])
         else:
@@ -91,7 +99,9 @@ class DocumentPacking:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return the batch of these indices; index -1 gives padding."""
-        batch = empty_batch(len(indices) * self.rows_per_index, self.length, self._apart)
+        images = self._images and (self._images_per_row, *self._images.settings.shape)
+        rows = len(indices) * self.rows_per_index
+        batch = empty_batch(rows, self.length, self._apart, images)
         for batch_index, index in enumerate(indices):
             if index < 0:
                 continue
@@ -109,7 +119,7 @@ class DocumentPacking:
 
     def _fill(self, row: Batch, documents: np.ndarray) -> None:
         """Write documents into the arrays of one row, one after another."""
-        start = 0
+        start = image = 0
         for segment_id, document in enumerate(documents, 1):
             tokens = self.dataset.document(document)[: self.length + 1]
             check_tokens(
@@ -122,7 +132,18 @@ class DocumentPacking:
             row["weights"][start:end] = learned
             if self._apart:
                 row["documents"][start:end] = segment_id
+            if self._images:
+                images = self._images.of(document)
+                row["images"][image : image + len(images)] = images
+                image += len(images)
             start = end
+
+    def _rows_of(self, documents: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return the row of each document, by best-fit packing."""
+        images = None if self._images is None else self._images.counts[documents]
+        if images is None or not images.any():
+            return best_fit(sizes, self.length)
+        return best_fit_with_images(sizes, images, self.length, self._images_per_row)
 
     def _positions_used(self, documents: np.ndarray) -> np.ndarray:
         """Return the number of positions that each document occupies in a row."""
@@ -140,10 +161,12 @@ class DocumentPacking:
             is_usable[may_be_cut] &= self._learned.first(may_be_cut) <= self.length
         elif overlong == "drop":
             is_usable &= ~is_overlong
+        if self._images:
+            is_usable &= self._has_room_for_images(self._images, overlong)
         if pairs:
             is_usable = np.repeat(is_usable.reshape(-1, 2).all(axis=1), 2)
         if is_overlong.any():
-            self._report_overlong(overlong, is_overlong, is_usable, int(sizes.max()))
+            self._report_overlong(overlong, is_overlong, is_usable, sizes)
         if not is_usable.any():
             raise DataError(
                 f"{self.dataset.prefix}: no document can be used; increase {self._length_name}, or "
@@ -151,104 +174,46 @@ class DocumentPacking:
             )
         return np.flatnonzero(is_usable)
 
-    def _report_overlong(
-        self, overlong: Overlong, is_overlong: np.ndarray, is_usable: np.ndarray, longest: int
-    ) -> None:
+    def _has_room_for_images(self, images: ImageFiles, overlong: Overlong) -> np.ndarray:
+        """Return whether a row has room for the images of each document: (documents,) bool."""
+        if overlong == "truncate":
+            raise DataError(
+                f'{self.dataset.prefix}: run.data.overlong = "truncate" would cut documents with '
+                'images, whose placeholders belong together; set it to "error" or "drop"'
+            )
+        has_room = images.counts <= self._images_per_row
+        if has_room.all():
+            return has_room
+        first = int(np.argmin(has_room))
         message = (
-            f"{self.dataset.prefix}: {is_overlong.sum()} of {len(is_overlong)} documents are "
-            f"longer than {self._length_name} = {self.length} (the longest has {longest} tokens)"
+            f"{self.dataset.prefix}: document {first} has {images.counts[first]} images, but a row "
+            f"takes program.model.images = {self._images_per_row}; {(~has_room).sum()} of "
+            f"{len(has_room)} documents have more, at most {images.counts.max()}"
         )
         if overlong == "error":
             raise DataError(
-                f'{message}; set run.data.overlong to "truncate" to keep their beginning or to '
-                f'"drop" to leave them out, or increase {self._length_name}'
+                f'{message}; increase it, or set run.data.overlong to "drop" to leave them out'
+            )
+        warnings.warn(f"{message}; they are left out", stacklevel=1)
+        return has_room
+
+    def _report_overlong(
+        self, overlong: Overlong, is_overlong: np.ndarray, is_usable: np.ndarray, sizes: np.ndarray
+    ) -> None:
+        longest = int(sizes.argmax())
+        message = (
+            f"{self.dataset.prefix}: {is_overlong.sum()} of {len(is_overlong)} documents are "
+            f"longer than {self._length_name} = {self.length} (the longest, document {longest}, "
+            f"has {sizes[longest]} tokens)"
+        )
+        if overlong == "error":
+            cut = "" if self._images else '"truncate" to keep their beginning or to '
+            raise DataError(
+                f'{message}; set run.data.overlong to {cut}"drop" to leave them out, or increase '
+                f"{self._length_name}"
             )
         warnings.warn(
             f"{message}; {(is_overlong & is_usable).sum()} are cut, "
             f"{(~is_usable).sum()} are left out",
             stacklevel=1,
         )
-
-
-def best_fit(sizes: np.ndarray, length: int) -> np.ndarray:
-    """Assign documents to rows by best-fit decreasing bin packing; return the row of each.
-
-    Documents are placed longest first, each into the row where it leaves the least space. Rows are
-    numbered from 0.
-
-    Args:
-        sizes: Positions that each document occupies, none above `length`.
-        length: Positions of a row.
-
-    Source: Ding et al. 2024, "Fewer truncations improve language modeling", algorithm 1,
-    https://arxiv.org/abs/2404.10830
-    """
-    order = np.argsort(-sizes, kind="stable")
-    rows_in_order = np.zeros(len(sizes), np.int64)
-    started = _StartedRows(length)
-    distinct_sizes, counts = np.unique(sizes, return_counts=True)
-    first = 0
-    for size, count in zip(distinct_sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        last = first + count
-        while first < last:
-            rows = started.place(size, last - first)
-            rows_in_order[first : first + len(rows)] = rows
-            first += len(rows)
-    row_of = np.zeros(len(sizes), np.int64)
-    row_of[order] = rows_in_order
-    return row_of
-
-
-class _StartedRows:
-    """Rows of best-fit packing by their free positions; the last row added is taken first."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._free_sizes: list[int] = []  # distinct free positions, ascending
-        self._rows: dict[int, list[int]] = {}
-        self._count = 0
-
-    def place(self, size: int, count: int) -> np.ndarray:
-        """Place up to `count` documents of one size into rows with equally many free positions.
-
-        A row takes as many of them as fit, because after each it is still the row in which the
-        next one leaves the least space.
-
-        Returns:
-            The row of each placed document; at least one is placed.
-        """
-        index = bisect_left(self._free_sizes, size)
-        is_new = index == len(self._free_sizes)
-        free = self._length if is_new else self._free_sizes[index]
-        per_row = free // size
-        needed = -(-count // per_row)
-        rows = self._start(needed) if is_new else self._take(index, needed)
-        placed = min(count, per_row * len(rows))
-        in_last_row = placed - per_row * (len(rows) - 1)
-        self._add(free - per_row * size, rows[:-1])
-        self._add(free - in_last_row * size, rows[-1:])
-        return np.repeat(rows, per_row)[:placed]
-
-    def _start(self, count: int) -> list[int]:
-        """Return the numbers of new rows."""
-        rows = list(range(self._count, self._count + count))
-        self._count += count
-        return rows
-
-    def _take(self, index: int, count: int) -> list[int]:
-        """Remove up to `count` rows with the free positions at an index, and return them."""
-        free = self._free_sizes[index]
-        stored = self._rows[free]
-        taken = stored[-count:][::-1]
-        del stored[-count:]
-        if not stored:
-            del self._rows[free], self._free_sizes[index]
-        return taken
-
-    def _add(self, free: int, rows: list[int]) -> None:
-        if not free or not rows:
-            return
-        if free not in self._rows:
-            self._rows[free] = []
-            insort(self._free_sizes, free)
-        self._rows[free].extend(rows)

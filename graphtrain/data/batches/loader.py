@@ -10,6 +10,7 @@ import numpy as np
 from graphtrain.data.batches.blend import Blend, WeightedDataset, blend_counts
 from graphtrain.data.batches.concat_packing import Batch
 from graphtrain.data.batches.document_packing import Overlong
+from graphtrain.data.batches.row_images import RowImages
 from graphtrain.data.batches.rows import NO_STREAMS, Packing, PackingSettings, Streams
 from graphtrain.data.batches.sources import NO_SOURCES, Sources
 from graphtrain.data.indexed.dataset import WHOLE_INDEX, IndexShare
@@ -68,6 +69,7 @@ class Loader:
         index_share: Part of the index of each dataset that this process checks.
         sources: Datasets of the user's code, by the reference that stands for a path prefix.
         streams: Blocks of datasets that are not on this machine, by path prefix.
+        images: Images that the program takes with each row. None: none.
         start_step: Step of the first batch.
 
     Raises:
@@ -91,6 +93,7 @@ class Loader:
         index_share: IndexShare = WHOLE_INDEX,
         sources: Sources = NO_SOURCES,
         streams: Streams = NO_STREAMS,
+        images: RowImages | None = None,
         start_step: int = 0,
     ) -> None:
         is_single = isinstance(data, str | Path)
@@ -105,6 +108,7 @@ class Loader:
             preference_pairs=pairs,
             sources=sources,
             streams=streams,
+            images=images,
         )
         self._ahead = _BATCHES_AHEAD if streams else 0
         self._lock = threading.Lock()  # Grain reads batches in several threads
@@ -312,6 +316,7 @@ def evaluation_batches(
     index_share: IndexShare = WHOLE_INDEX,
     sources: Sources = NO_SOURCES,
     streams: Streams = NO_STREAMS,
+    images: RowImages | None = None,
 ) -> Iterator[Batch]:
     """Return the batches of one pass over a dataset, unshuffled. The dataset is opened at once.
 
@@ -335,6 +340,7 @@ def evaluation_batches(
         preference_pairs=pairs,
         sources=sources,
         streams=streams,
+        images=images,
     )
     packed = settings.open(prefix)
     samples_per_batch = _samples_per_batch([packed], batch_size)

@@ -8,9 +8,11 @@ from typing import Literal
 
 from graphtrain.data.batches.concat_packing import ConcatPacking
 from graphtrain.data.batches.document_packing import DocumentPacking, Overlong
+from graphtrain.data.batches.row_images import RowImages, check_images
 from graphtrain.data.batches.sources import SourceDataset, SourceMasks, Sources
 from graphtrain.data.indexed.dataset import WHOLE_INDEX, IndexedDataset, IndexShare
-from graphtrain.data.indexed.description import read_description
+from graphtrain.data.indexed.description import DatasetDescription, read_description
+from graphtrain.data.indexed.images import ImageFiles
 from graphtrain.data.indexed.loss_spans import LossSpans
 from graphtrain.data.indexed.streamed_tokens import Blocks
 from graphtrain.errors import DataError
@@ -35,6 +37,7 @@ class PackingSettings:
     preference_pairs: bool | None = None  # require or refuse preference pairs; None: accept both
     sources: Sources = field(default_factory=dict)  # datasets of the user's code
     streams: Streams = field(default_factory=dict)  # blocks of datasets that are elsewhere
+    images: RowImages | None = None  # that the program takes; None: none
 
     def open(self, prefix: str | Path, seed: int | None = None) -> ConcatPacking | DocumentPacking:
         """Open a dataset as rows, shuffled by the seed; without a seed, in the order on disk.
@@ -43,8 +46,11 @@ class PackingSettings:
             DataError: the dataset cannot be used, or not with these settings.
         """
         is_source = str(prefix) in self.sources
+        description = None if is_source else read_description(prefix)
+        image_settings = description.images if description else None
+        check_images(str(prefix), image_settings, self.images)
         dataset, masks, pairs = (
-            self._open_source(str(prefix)) if is_source else self._open_files(prefix)
+            self._open_source(str(prefix)) if is_source else self._open_files(prefix, description)
         )
         if self.preference_pairs is not None and pairs != self.preference_pairs:
             quantifier, kind = ("", "require") if pairs else ("no ", "are required by")
@@ -67,6 +73,10 @@ class PackingSettings:
                 f'{prefix}: run.data.packing = "concat" supports only text, but this dataset '
                 'contains conversations; set it to "best_fit" or "pad", or omit it'
             )
+        images = None
+        if image_settings is not None:
+            assert isinstance(dataset, IndexedDataset), "sources have no images"
+            images = ImageFiles(dataset, image_settings, self.index_share)
         return DocumentPacking(
             dataset,
             self.length,
@@ -77,11 +87,14 @@ class PackingSettings:
             vocab=self.vocab,
             isolate_documents=self.isolate_documents,
             length_name=self.length_name,
+            images=images,
+            images_per_row=self.images.images if self.images else 0,
         )
 
-    def _open_files(self, prefix: str | Path) -> tuple[IndexedDataset, LossSpans | None, bool]:
+    def _open_files(
+        self, prefix: str | Path, description: DatasetDescription | None
+    ) -> tuple[IndexedDataset, LossSpans | None, bool]:
         """Return the dataset of files, its loss mask, and whether it has preference pairs."""
-        description = read_description(prefix)
         # Without a description, Megatron-LM may have written the dataset.
         dataset = IndexedDataset(
             prefix,

@@ -17,7 +17,7 @@ import numpy as np
 
 from graphtrain.data.indexed.streamed_tokens import Blocks, StreamedTokens
 from graphtrain.errors import DataError
-from graphtrain.files import missing_dataset_file
+from graphtrain.files import content_digest, missing_dataset_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -42,6 +42,11 @@ def token_dtype(vocab: int) -> np.dtype:
 def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
     """Return the paths of the .bin and the .idx of a dataset."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+
+
+def file_digests(prefix: str | Path) -> dict[str, str]:
+    """Return the digests of the .bin and the .idx of a dataset, by suffix."""
+    return {path.suffix[1:]: content_digest(path) for path in dataset_paths(prefix)}
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class IndexedDataset:
         one_sequence_each: Require that every document is one sequence, as graphtrain writes them.
             False: the document boundaries, as Megatron-LM may write them, are read in full.
         blocks: Blocks of the .bin, if it is not on this machine.
+        allow_empty: Accept a dataset whose documents are all empty.
 
     Raises:
         DataError: a file is missing, empty, truncated, or does not agree with the other.
@@ -88,6 +94,7 @@ class IndexedDataset:
         share: IndexShare = WHOLE_INDEX,
         one_sequence_each: bool = False,
         blocks: Blocks | None = None,
+        allow_empty: bool = False,
     ) -> None:
         self.prefix = str(prefix)
         self._share = share
@@ -105,14 +112,12 @@ class IndexedDataset:
             if one_sequence_each
             else self._offsets_of_documents(documents, offsets)
         )
-        if not offsets[-1]:
+        if not offsets[-1] and not allow_empty:
             raise DataError(f"{self._index_path}: the dataset is empty; prepare it from some text")
         length = blocks.size if blocks else self._tokens_path.stat().st_size
         self._check_tokens_length(int(offsets[-1]), length)
         self.tokens: Any = (  # (tokens,), read as an array
-            StreamedTokens(blocks, self.dtype)
-            if blocks
-            else np.asarray(np.memmap(self._tokens_path, self.dtype, mode="r"))
+            StreamedTokens(blocks, self.dtype) if blocks else _mapped(self._tokens_path, self.dtype)
         )
 
     def __len__(self) -> int:
@@ -202,6 +207,13 @@ class IndexedDataset:
                 f"{tokens} tokens of {self.dtype}, {expected} bytes; the file is truncated or "
                 "belongs to another index; prepare the dataset again"
             )
+
+
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    """Return a file as an array; one without a byte cannot be mapped."""
+    if not path.stat().st_size:
+        return np.empty(0, dtype)
+    return np.asarray(np.memmap(path, dtype, mode="r"))
 
 
 def read_header(path: Path) -> tuple[np.dtype, int, int]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from graphtrain.data.indexed.blocks import BlockDigests, sample_digests
-from graphtrain.data.indexed.dataset import IndexedDataset, dataset_paths
+from graphtrain.data.indexed.dataset import IndexedDataset, dataset_paths, file_digests
+from graphtrain.data.indexed.images import ImageSettings, images_prefix
 from graphtrain.data.indexed.loss_spans import LossSpans, loss_spans_prefix
 from graphtrain.data.indexed.token_range import largest_token
 from graphtrain.data.tokenizers.open import load_tokenizer
@@ -69,11 +70,7 @@ class DatasetDescription:
         None  # of blocks, by suffix; graphtrain.data.indexed.blocks
     )
     blocks: BlockDigests | None = None  # of the .bin; None: written by an earlier version
-
-
-def file_digests(prefix: str | Path) -> dict[str, str]:
-    """Return the digests of the .bin and the .idx of a dataset, by suffix."""
-    return {path.suffix[1:]: content_digest(path) for path in dataset_paths(prefix)}
+    images: ImageSettings | None = None  # None: the documents have no images
 
 
 def write_description(prefix: str | Path, description: DatasetDescription) -> DatasetDescription:
@@ -84,6 +81,8 @@ def write_description(prefix: str | Path, description: DatasetDescription) -> Da
     paths = list(dataset_paths(prefix))
     if description.conversations is not None:
         paths += dataset_paths(loss_spans_prefix(prefix))
+    if description.images is not None:
+        paths += dataset_paths(images_prefix(prefix))
     description = replace(
         description,
         largest=largest_token(prefix),
@@ -184,6 +183,7 @@ def summary(prefix: str | Path) -> dict[str, int | str | bool | None]:
         "eod": description.eod if description else None,
         "longest": int(np.diff(dataset.document_offsets).max()),
         **(_conversation_summary(conversations) if conversations else {}),
+        **(_image_summary(description.images) if description and description.images else {}),
         "text": tokenizer.decode(first_tokens) if tokenizer else None,
     }
 
@@ -196,4 +196,13 @@ def _conversation_summary(
         "train_on": conversations.train_on,
         "learned tokens": conversations.learned,
         "pairs": conversations.pairs,
+    }
+
+
+def _image_summary(images: ImageSettings) -> dict[str, int | str | bool | None]:
+    return {
+        "images": images.count,
+        "image size": f"{images.height} x {images.width}",
+        "tokens of an image": images.tokens,
+        "most images of a document": images.most,
     }

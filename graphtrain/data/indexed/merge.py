@@ -2,17 +2,23 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from graphtrain.data.indexed.dataset import DTYPES, IndexedDataset, dataset_paths
+from graphtrain.data.indexed.dataset import (
+    DTYPES,
+    IndexedDataset,
+    dataset_paths,
+    file_digests,
+)
 from graphtrain.data.indexed.description import (
     DatasetDescription,
     dataset_tokenizer,
-    file_digests,
     read_description,
     write_description,
 )
+from graphtrain.data.indexed.images import images_prefix, images_writer
 from graphtrain.data.indexed.loss_spans import loss_spans_prefix, loss_spans_writer
 from graphtrain.data.indexed.writer import IndexedWriter
 from graphtrain.data.tokenizers.open import load_tokenizer
@@ -56,10 +62,15 @@ def merge(
             _copy(dataset, writer)
     Path(f"{output}.json").unlink(missing_ok=True)
     conversations = description.conversations if description else None
+    images = description.images if description else None
     if conversations is not None:
         with loss_spans_writer(output) as spans_writer:
             for prefix in prefixes:
                 _copy(IndexedDataset(loss_spans_prefix(prefix)), spans_writer)
+    if images is not None:
+        with images_writer(output) as pixels_writer:
+            for prefix in prefixes:
+                _copy(IndexedDataset(images_prefix(prefix), allow_empty=True), pixels_writer)
     if description is None or tokenizer is None:
         return None
     tokenizer_files = tokenizer.save(directory)
@@ -78,6 +89,7 @@ def merge(
         tokens=writer.token_count,
         digests=file_digests(output),
         conversations=conversations and conversations.of(output),
+        images=images and images.of(output),
     )
     return write_description(output, merged_description)
 
@@ -117,6 +129,12 @@ def _check(
                 "prepare "
                 "both with the same settings"
             )
+        if _image_settings(description) != _image_settings(descriptions[0]):
+            raise DataError(
+                f"{dataset.prefix} and {first.prefix} differ in their images: in size, in the "
+                "--processor that they were prepared with, or only one has any; prepare both with "
+                "the same settings"
+            )
         described = [entry for entry in (descriptions[0], description) if entry is not None]
         tokenizers = {(entry.tokenizer_digest, entry.bos, entry.eod) for entry in described}
         if len(tokenizers) > 1:
@@ -131,6 +149,12 @@ def _conversation_settings(description: DatasetDescription | None) -> tuple[str,
     """Return the settings that conversations were made with; None for text."""
     conversations = description.conversations if description else None
     return conversations and conversations.made
+
+
+def _image_settings(description: DatasetDescription | None) -> Any:
+    """Return the settings that images were made with; None without images."""
+    images = description.images if description else None
+    return images and images.made
 
 
 def _check_directory(directory: Path, description: DatasetDescription | None) -> None:

@@ -14,6 +14,7 @@ from graphtrain.data.indexed.description import (
     read_description,
     without_prefix,
 )
+from graphtrain.data.indexed.images import ImageFiles, images_prefix
 from graphtrain.data.indexed.loss_spans import LossSpans, loss_spans_prefix
 from graphtrain.errors import DataError
 
@@ -25,8 +26,8 @@ def verify(prefix: str | Path, vocab: int | None = None) -> dict[str, int]:
     """Verify a dataset by reading all of it; return the counts of documents and tokens.
 
     Checks that the index is consistent and agrees with the .bin, and that all tokens are in the
-    vocabulary. If the dataset has a description, also checks its sizes, digests, tokenizer file
-    and the beginning-of-sequence and end-of-document tokens of each document.
+    vocabulary. If the dataset has a description, also checks its sizes, digests, tokenizer file,
+    the beginning-of-sequence and end-of-document tokens of each document, and its images.
 
     Args:
         prefix: Path prefix of the dataset.
@@ -122,6 +123,8 @@ def digest_problem(
     recorded = {str(prefix): description.digests}
     if description.conversations is not None:
         recorded[loss_spans_prefix(prefix)] = description.conversations.digests
+    if description.images is not None:
+        recorded[images_prefix(prefix)] = description.images.digests
     for files, digests in recorded.items():
         if digests is None:
             continue
@@ -178,6 +181,8 @@ def _check_description(dataset: IndexedDataset, description: DatasetDescription)
         )
     if description.eod is not None:
         _check_ends(dataset, description.eod)
+    if description.images is not None:
+        ImageFiles(dataset, description.images).check(dataset)
     if (conversations := description.conversations) is not None:
         LossSpans(dataset).check(dataset)
         if conversations.pairs and len(dataset) % 2:

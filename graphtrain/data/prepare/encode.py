@@ -24,7 +24,8 @@ _CHUNKS_PER_WORKER = 3  # chunks in flight per worker process; more uses memory 
 class EncodedChunk:
     """Documents of a chunk as concatenated tokens; a document without text has no tokens.
 
-    Every record has the same number of documents. Conversations also have a loss mask.
+    Every record has the same number of documents. Conversations also have a loss mask, and may have
+    images.
     """
 
     chunk: Chunk
@@ -32,6 +33,8 @@ class EncodedChunk:
     sizes: np.ndarray  # tokens of each document
     loss_spans: np.ndarray | None = None  # spans to train on: begin and end in their document
     loss_span_sizes: np.ndarray | None = None  # values in `learned`, two per span, of each document
+    pixels: np.ndarray | None = None  # uint8, of all images
+    pixel_sizes: np.ndarray | None = None  # bytes of the images of each document
 
 
 ChunkEncoder = Callable[[Chunk], EncodedChunk]  # called in worker processes; must be picklable

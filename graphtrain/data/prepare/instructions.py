@@ -116,6 +116,7 @@ class InstructionEncoder:
     pairs: bool
     bos: bool | None = None  # None: as the template
     append_eod = False  # the template ends the answers
+    images = None
 
     def prefix(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Return the tokenizer's BOS, whether or not the template or --bos writes it."""

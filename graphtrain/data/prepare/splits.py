@@ -8,13 +8,24 @@ from types import TracebackType
 
 import numpy as np
 
-from graphtrain.data.indexed.dataset import HEADER, IndexedDataset, dataset_paths, token_dtype
+from graphtrain.data.indexed.dataset import (
+    HEADER,
+    IndexedDataset,
+    dataset_paths,
+    file_digests,
+    token_dtype,
+)
 from graphtrain.data.indexed.description import (
     ConversationSettings,
     DatasetDescription,
     all_begin_with,
-    file_digests,
     write_description,
+)
+from graphtrain.data.indexed.images import (
+    PIXEL_DTYPE,
+    ImageSettings,
+    images_prefix,
+    images_writer,
 )
 from graphtrain.data.indexed.loss_spans import SPAN_DTYPE, loss_spans_prefix, loss_spans_writer
 from graphtrain.data.indexed.writer import NOTHING_WRITTEN, IndexedWriter, WrittenCounts
@@ -50,6 +61,7 @@ class SplitWriters:
         tokenizer: Saved next to the datasets.
         progress: Progress of an interrupted preparation, or none.
         learned: Also write the loss mask of the documents.
+        images: Also write the images of the documents.
     """
 
     def __init__(
@@ -59,6 +71,7 @@ class SplitWriters:
         tokenizer: Tokenizer,
         progress: PrepareProgress,
         learned: bool = False,
+        images: bool = False,
     ) -> None:
         self._directory, self._corpus, self._tokenizer = directory, corpus, tokenizer
         self._progress = progress
@@ -75,6 +88,10 @@ class SplitWriters:
                 directory / name, written.get(loss_spans_prefix(name), NOTHING_WRITTEN)
             )
             for name in (self._writers if learned else ())
+        }
+        self._images = {
+            name: images_writer(directory / name, written.get(images_prefix(name), NOTHING_WRITTEN))
+            for name in (self._writers if images else ())
         }
         self._stack = contextlib.ExitStack()
 
@@ -107,9 +124,10 @@ class SplitWriters:
 
     @property
     def _all(self) -> dict[str, IndexedWriter]:
-        """Writers by file name: those of the tokens, then those of the loss masks."""
+        """Writers by file name: of the tokens, then of the loss masks, then of the images."""
         learned = {loss_spans_prefix(name): writer for name, writer in self._learned.items()}
-        return self._writers | learned
+        images = {images_prefix(name): writer for name, writer in self._images.items()}
+        return self._writers | learned | images
 
     def write(self, encoded: EncodedChunk) -> None:
         """Write the documents of a chunk that are not empty, each to its split."""
@@ -124,6 +142,9 @@ class SplitWriters:
                 if encoded.loss_spans is not None and encoded.loss_span_sizes is not None:
                     spans = encoded.loss_spans[np.repeat(mask, encoded.loss_span_sizes)]
                     self._learned[name].extend(spans, encoded.loss_span_sizes[mask][sizes > 0])
+                if encoded.pixels is not None and encoded.pixel_sizes is not None:
+                    pixels = encoded.pixels[np.repeat(mask, encoded.pixel_sizes)]
+                    self._images[name].extend(pixels, encoded.pixel_sizes[mask][sizes > 0])
         if time.monotonic() - self._saved > _SAVE_EVERY:
             self._save(encoded)
 
@@ -140,7 +161,7 @@ class SplitWriters:
         # not be known to be of the same request.
         write_progress(self._directory, self._progress)
         manifest.remove_manifest(self._directory)
-        for name in (*SPLITS, *map(loss_spans_prefix, SPLITS)):
+        for name in (*SPLITS, *map(loss_spans_prefix, SPLITS), *map(images_prefix, SPLITS)):
             stale_endings = _ENDINGS if name not in self._all else ("json",)
             for ending in stale_endings:
                 (self._directory / f"{name}.{ending}").unlink(missing_ok=True)
@@ -152,6 +173,7 @@ class SplitWriters:
         prefix: tuple[int, ...],
         append_eod: bool,
         conversations: ConversationSettings | None = None,
+        images: ImageSettings | None = None,
     ) -> list[str]:
         """Write tokenizer and descriptions next to finished datasets; return all file names.
 
@@ -159,6 +181,7 @@ class SplitWriters:
             prefix: BOS; recorded for a dataset if all of its documents begin with it.
             append_eod: Whether all documents end with the end-of-document token.
             conversations: Settings of the conversations. None: plain text.
+            images: Settings of the images. None: there are none.
         """
         tokenizer_files = self._tokenizer.save(self._directory)
         for name, writer in self._writers.items():
@@ -174,6 +197,7 @@ class SplitWriters:
                 tokens=writer.token_count,
                 digests=file_digests(path),
                 conversations=conversations and conversations.of(path),
+                images=images and images.of(path),
             )
             write_description(path, description)
         files = [f"{name}.{ending}" for name in self._all for ending in _ENDINGS[:2]]
@@ -230,11 +254,19 @@ class SplitWriters:
 def partial_files_exist(directory: Path, vocab: int, written: Mapping[str, WrittenCounts]) -> bool:
     """Return True if the partial files contain everything that the progress record lists."""
     for name, (documents, tokens) in written.items():
-        learned = any(name == loss_spans_prefix(split) for split in SPLITS)
-        width = (SPAN_DTYPE if learned else token_dtype(vocab)).itemsize
+        width = _dtype_of(name, vocab).itemsize
         min_sizes = tokens * width, documents and HEADER.size + 4 * documents
         for path, nbytes in zip(dataset_paths(directory / name), min_sizes, strict=True):
             partial = partial_path(path)
             if nbytes and not (partial.is_file() and partial.stat().st_size >= nbytes):
                 return False
     return True
+
+
+def _dtype_of(name: str, vocab: int) -> np.dtype:
+    """Return the dtype of the values of a .bin by its name."""
+    if any(name == loss_spans_prefix(split) for split in SPLITS):
+        return SPAN_DTYPE
+    return (
+        PIXEL_DTYPE if any(name == images_prefix(split) for split in SPLITS) else token_dtype(vocab)
+    )

@@ -14,6 +14,7 @@ from graphtrain.data.indexed.description import (
     DatasetDescription,
     read_description,
 )
+from graphtrain.data.indexed.images import ImageSettings
 from graphtrain.data.indexed.verify import damage
 from graphtrain.data.prepare import manifest
 from graphtrain.data.prepare.encode import ChunkEncoder, EncodedChunk, TextEncoder, encode_chunks
@@ -159,6 +160,11 @@ class RecordEncoder(Protocol):
         """Description of the conversations; None for plain text, which has no loss mask."""
         ...
 
+    @property
+    def images(self) -> ImageSettings | None:
+        """Description of the images; None if documents have none."""
+        ...
+
     def encoder(self, tokenizer: Tokenizer, corpus: Corpus) -> ChunkEncoder:
         """Return the function that encodes chunks of the corpus."""
         ...
@@ -176,6 +182,7 @@ class TextConverter:
     bos: bool | None = None  # None: as the tokenizer does by itself
     documents = 1
     conversations = None
+    images = None
 
     def prefix(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         return document_prefix(tokenizer, self.bos)
@@ -260,19 +267,22 @@ class Preparation:
         if not self._replace and read_progress(self.directory, asdict(request)) is None:
             manifest.check_replaceable(self.directory, request, DATASET_FILES)
         tokenizer, progress = self._tokenizer_and_progress(request, spec)
-        encoder, conversations = (
-            self._making.encoder(tokenizer, self._corpus),
-            self._making.conversations,
-        )
+        encoder = self._making.encoder(tokenizer, self._corpus)
+        conversations, images = self._making.conversations, self._making.images
         with SplitWriters(
-            self.directory, self._corpus, tokenizer, progress, conversations is not None
+            self.directory,
+            self._corpus,
+            tokenizer,
+            progress,
+            learned=conversations is not None,
+            images=images is not None,
         ) as splits:
             records = self._tokenize(tokenizer, encoder, splits, progress)
             self._left_out = records - splits.documents // self._making.documents
             splits.complete()
         self._report("writing", 1.0)
         prefix = self._making.prefix(tokenizer)
-        files = splits.describe(prefix, self._making.append_eod, conversations)
+        files = splits.describe(prefix, self._making.append_eod, conversations, images)
         return [*files, *self._making.save(self.directory)]
 
     @contextlib.contextmanager

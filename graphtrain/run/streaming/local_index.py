@@ -76,6 +76,11 @@ def remote_description(store: ObjectStore, url: str) -> tuple[bytes, DatasetDesc
             "be streamed; write it again with graphtrain data merge PREFIX --output NEW, or use "
             "graphtrain data pull"
         )
+    if description.images is not None:
+        raise DataError(
+            f"{url}: has images, which are not streamed; download the dataset with graphtrain data "
+            "pull"
+        )
     file = description.tokenizer_file
     if file is not None and (Path(file).name != file or file.startswith(".")):
         raise DataError(f"{url}.json: {file[:80]!r} is not the name of a file beside it")

@@ -260,6 +260,10 @@ def test_what_cannot_be_streamed_says_so(prepared, stored, tmp_path):
         ({"blocks": None}, "has no digests of blocks.*graphtrain data merge"),
         ({"tokenizer_file": "../../x"}, "is not the name of a file beside it"),
         (
+            {"images": {"height": 2, "width": 2, "token": 1, "tokens": 1, "processor_digest": "1"}},
+            "has images, which are not streamed; .* graphtrain data pull",
+        ),
+        (
             {"blocks": {"block_bytes": BLOCK, "digests": "AAAA"}},
             "digests of its blocks are damaged",
         ),

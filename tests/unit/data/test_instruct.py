@@ -62,7 +62,7 @@ def test_answers_and_their_ends_are_learned(tmp_path):
     assert summary(prefix)["learned tokens"] == about.learned
     assert packing_report(str(prefix), 200) == "length 200: 3 rows, 68.5% full"
     with (
-        pytest.warns(UserWarning, match=r"longer than --length = 9 \(the longest has"),
+        pytest.warns(UserWarning, match=r"longer than --length = 9 \(the longest, document"),
         pytest.raises(DataError, match="no document can be used; increase --length"),
     ):
         packing_report(str(prefix), 9)

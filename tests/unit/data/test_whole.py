@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphtrain.config.schema import BlendPart
-from graphtrain.data.batches.document_packing import best_fit
+from graphtrain.data.batches.best_fit import best_fit
 from graphtrain.data.batches.loader import Loader, evaluation_batches
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.loss_spans import LossSpans

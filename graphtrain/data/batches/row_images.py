@@ -1,0 +1,67 @@
+"""Images that the rows of a batch have room for, and whether a dataset suits them."""
+
+from dataclasses import dataclass
+
+from graphtrain.data.indexed.images import ImageSettings
+from graphtrain.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowImages:
+    """Images that a program takes with each row of a batch."""
+
+    images: int  # of a row, at most
+    height: int  # in pixels
+    width: int
+    token: int  # id of the placeholder
+    tokens: int  # placeholders of an image
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the images of a row: images, height, width, channels."""
+        return self.images, self.height, self.width, 3
+
+
+def check_images(prefix: str, images: ImageSettings | None, rows: RowImages | None) -> None:
+    """Check that a program takes the images of a dataset.
+
+    Args:
+        prefix: Path prefix of the dataset, for the message.
+        images: Images of the dataset. None: it has none.
+        rows: Images that the program takes. None: it takes none.
+
+    Raises:
+        DataError: the program takes none, needs some, or others; says what to set.
+    """
+    problem = image_problem(images, rows)
+    if problem is not None:
+        raise DataError(f"{prefix}: {problem}")
+
+
+def image_problem(images: ImageSettings | None, rows: RowImages | None) -> str | None:
+    """Say why a program does not take the images of a dataset, and what to set; None if it does."""
+    if rows is None:
+        return images and (
+            f"contains images, but program.model.images = 0; set it to at least {images.most}, the "
+            f"most images of a document, with program.model.image_size = [{images.height}, "
+            f"{images.width}], or use a dataset of text"
+        )
+    if images is None:
+        return (
+            f"has no images, but program.model.images = {rows.images}; prepare it with graphtrain "
+            "data instruct --processor FOLDER, or set program.model.images = 0"
+        )
+    if (images.height, images.width) != (rows.height, rows.width):
+        return (
+            f"its images have {images.height} x {images.width} pixels (height x width), but the "
+            f"program takes {rows.height} x {rows.width}; set program.model.image_size = "
+            f"[{images.height}, {images.width}], or prepare the dataset with --image-size "
+            f"{rows.height} {rows.width}"
+        )
+    if (images.token, images.tokens) != (rows.token, rows.tokens):
+        return (
+            f"an image is {images.tokens} tokens of id {images.token}, but in the model "
+            f"{rows.tokens} of id {rows.token}; prepare the dataset with --processor and the "
+            "folder of the model"
+        )
+    return None
