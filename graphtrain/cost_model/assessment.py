@@ -32,6 +32,7 @@ class Memory:
     capacity: int  # that arrays can use: of a GPU, the pool of JAX's allocator
     source: Source  # of the peak
     frozen: int = 0  # frozen weights, without gradients and optimizer state
+    host: int = 0  # of the host, beside the peak: what is offloaded
     compiler_out_of_memory: bool = False  # the compilation failed with an out-of-memory error
 
     @property

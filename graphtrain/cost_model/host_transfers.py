@@ -29,6 +29,12 @@ def exposed_seconds(program: ResolvedProgram, compute: float | None) -> float | 
     return moments / one_way + max(0.0, activations / one_way - (compute or 0.0))
 
 
+def host_bytes(program: ResolvedProgram) -> int:
+    """Return the bytes of host memory that a device's offloaded moments and activations need."""
+    activations = offloaded_activations(program) / program.batch.microbatches
+    return offloaded_moments(program) + round(activations)
+
+
 def offloaded_moments(program: ResolvedProgram) -> int:
     """Return the bytes of a device's optimizer moments that are in host memory."""
     if not program.optimizer.offload_to_host:

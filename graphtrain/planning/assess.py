@@ -17,6 +17,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Assessment, Memory
 from graphtrain.cost_model.compute import compiled_excess, expected_excess, flops_by_part
 from graphtrain.cost_model.findings import findings
+from graphtrain.cost_model.host_transfers import host_bytes
 from graphtrain.cost_model.memory import memory as estimated_memory
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.time import mfu, step_time
@@ -206,7 +207,7 @@ def _assessment(
     return Assessment(
         target=program.settings.target,
         plan=plan,
-        memory=memory,
+        memory=replace(memory, host=host_bytes(padded_program)),
         collectives=collectives,
         collectives_source=source,
         time=time,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,9 +41,11 @@ class Prices:
         Raises:
             PlanError: there is none; the message says what to add.
         """
-        for name in (str(target), target.machine):
-            if name in self.device_hour:
-                return self.device_hour[name] * target.devices
+        for name, price in self.device_hour.items():
+            if ":" in name and _is_same(Target.parse(name), target):
+                return price * target.devices
+        if target.machine in self.device_hour:
+            return self.device_hour[target.machine] * target.devices
         raise PlanError(
             f"--prices has no price of {target.machine}; add it to [device_hour], as in "
             f"{target.machine} = 2.5"
@@ -70,7 +73,21 @@ def read_prices(path: Path) -> Prices:
             raise PlanError(f"--prices {path}: write {name[:100]!r} as {str(target)!r}")
         if target is None and name not in machines():
             raise PlanError(f"--prices {path}: unknown machine {name[:100]!r}; {suggestion(name)}")
+    targets = [Target.parse(name) for name in prices.device_hour if ":" in name]
+    for one, other in itertools.combinations(targets, 2):
+        if _is_same(one, other):
+            raise PlanError(
+                f"--prices {path}: {one} and {other} are the same devices; remove one of the prices"
+            )
     return prices
+
+
+def _is_same(one: Target, other: Target) -> bool:
+    """Return whether two names are of the same devices: h100:64 has 8 hosts of 8, as h100:8x8."""
+    if not (one.is_gpu and other.is_gpu):
+        return one == other
+    hosts = [(each.machine, each.devices, each.devices_per_host) for each in (one, other)]
+    return hosts[0] == hosts[1]
 
 
 @dataclass(frozen=True)

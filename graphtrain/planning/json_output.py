@@ -61,7 +61,7 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
 def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
     """Return an assessment as JSON."""
     plan, memory, time = assessment.plan, assessment.memory, assessment.time
-    parts = {f"{name}_bytes": getattr(memory, name) for name in (*PARTS, "capacity")}
+    parts = {f"{name}_bytes": getattr(memory, name) for name in (*PARTS, "capacity", "host")}
     return {
         "target": assessment.target,
         "devices": plan.mesh.devices,

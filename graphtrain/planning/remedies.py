@@ -107,7 +107,12 @@ def _fitting_candidates(
             break
     device_count = failed.plan.mesh.devices
     return sorted(
-        remedies, key=lambda remedy: (remedy.devices > device_count, remedy.device_seconds or 0.0)
+        remedies,
+        key=lambda remedy: (
+            remedy.devices > device_count,
+            remedy.assessment.time.host is None,  # nobody knows how long its transfers take
+            remedy.device_seconds or 0.0,
+        ),
     )
 
 

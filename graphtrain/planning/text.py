@@ -234,6 +234,8 @@ def memory_table(memory: "Memory", target: "Target") -> "Table":
         share = f"{memory.capacity / target.memory_bytes:.0%} of the device"
         table.add_row("usable", megabytes(memory.capacity), "", f"{share}: {gpu_memory.VARIABLE}")
     table.add_row("device", megabytes(target.memory_bytes), "", target.numbers_source)
+    if memory.host:
+        table.add_row("host memory of this device", megabytes(memory.host), "", "estimate")
     return table
 
 

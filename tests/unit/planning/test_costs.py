@@ -38,6 +38,7 @@ def test_an_incomplete_time_has_no_cost():
 
 def test_the_price_of_a_target_takes_precedence_over_its_machines():
     prices = Prices({"h100": 2.5, "h100:16": 2.0})
+    assert prices.hour(Target.parse("h100:2x8")) == 32
     assert prices.hour(TARGET) == 32 and prices.hour(Target.parse("h100:8")) == 20
     with pytest.raises(PlanError, match=r"no price of v5p; add it to \[device_hour\]"):
         prices.hour(Target.parse("v5p:2x2x1"))
@@ -59,6 +60,7 @@ def test_the_price_of_a_target_takes_precedence_over_its_machines():
         ("[device_hour]\n'v5p:3x3x3' = 1", "v5p has no slice of 3x3x3"),
         ("[device_hour]\n'2xh100:8' = 1", "only TPUs have slices"),
         ("[device_hour]\n'1xv5p:4x4x4' = 1", "write '1xv5p:4x4x4' as 'v5p:4x4x4'"),
+        ("[device_hour]\n'h100:64' = 1\n'h100:8x8' = 2", "are the same devices"),
         ("[device_hour", "Expected"),
         ("per_hour = 3\n[device_hour]\nh100 = 1", "per_hour"),
     ],

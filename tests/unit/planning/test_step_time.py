@@ -131,6 +131,8 @@ def test_transfers_of_moments_to_the_host_are_not_hidden(vary):
     assert time.host == pytest.approx(2 * plain.memory.optimizer / 32e9)
     sent = sum(time.communication.values()) - time.overlapped
     assert time.total == pytest.approx(time.compute + time.memory + sent + time.host)
+    with_offload = estimate(vary(["program.target=a100:4", *offload])).memory
+    assert with_offload.host == plain.memory.optimizer and not with_offload.optimizer
     on_tpu = estimate(vary(offload))
     assert on_tpu.time.host is None and on_tpu.mfu is None and not on_tpu.time.is_complete
 
