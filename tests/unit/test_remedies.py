@@ -9,8 +9,8 @@ import pytest
 from graphtrain.checkpoints.output_directory import write_errors
 from graphtrain.config.schema import Data, Run
 from graphtrain.errors import TrainingError
+from graphtrain.run.opening import needed_graphs
 from graphtrain.run.programs import _listed
-from graphtrain.run.train import needed_graphs
 
 
 @pytest.mark.parametrize(
