@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema import is_imported
+from graphtrain.config.schema import TorchModel, is_imported
 from graphtrain.graphs.checksums import checksum_graph, copy_graph
 from graphtrain.graphs.deferred_reduction import accumulate_then_reduce, can_defer
 from graphtrain.graphs.dump import ArrayDump
@@ -48,6 +48,7 @@ from graphtrain.graphs.spikes import limit_specs, spike_metrics, unless_spike
 from graphtrain.graphs.weight_specs import frozen_specs, trained_specs
 from graphtrain.models.attention.ring_order import to_ring_order
 from graphtrain.models.attention.segment_mask import isolate_documents
+from graphtrain.models.batch_images import with_images
 from graphtrain.models.compute_dtype import check_compute_dtype
 from graphtrain.models.lora.trainable import LORA_A
 from graphtrain.models.loss import dpo_loss
@@ -317,7 +318,7 @@ def _evaluate(program: ResolvedProgram) -> Graph:
             return pipelined_loss(program, stages, parameters, frozen, batch), count
         model = open_language_model(program.model)
         combined = model.apply_lora(program.settings, parameters, frozen)
-        with isolate_documents(batch.get("documents")):
+        with isolate_documents(batch.get("documents")), with_images(batch.get("images")):
             if program.loss.kind == "cross_entropy":
                 return token_losses(program, combined, batch)[0][1], weights.sum()
             log_probs, _ = answer_log_probs(program, combined, batch)
@@ -415,4 +416,17 @@ def _batch(program: ResolvedProgram, *, train: bool) -> Tree:
     dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32"}
     if not batch.cross_document_attention:
         dtypes["documents"] = "int32"
-    return {name: ArraySpec(shape, axes, dtype, "activation") for name, dtype in dtypes.items()}
+    specs = {name: ArraySpec(shape, axes, dtype, "activation") for name, dtype in dtypes.items()}
+    return specs | _image_spec(program, shape[:-1], axes[:-1])
+
+
+def _image_spec(
+    program: ResolvedProgram, shape: tuple[int, ...], axes: tuple[str, ...]
+) -> dict[str, ArraySpec]:
+    """Return the spec of a batch's images; none if the model takes none."""
+    model = program.settings.model
+    if not (isinstance(model, TorchModel) and model.images):
+        return {}
+    assert model.image_size is not None
+    shape = (*shape, model.images, *model.image_size, 3)
+    return {"images": ArraySpec(shape, (*axes, *(None,) * 4), "uint8", "activation")}

@@ -15,6 +15,7 @@ from graphtrain.graphs.preference import answer_score, pair_count, pair_mask
 from graphtrain.graphs.token_loss import weighted_loss
 from graphtrain.models.attention.ring_order import ring_axes
 from graphtrain.models.attention.segment_mask import isolate_documents
+from graphtrain.models.batch_images import with_images
 from graphtrain.models.chunk_size import loss_chunk
 from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
 from graphtrain.models.layer_terms import LayerTerms
@@ -232,7 +233,8 @@ def _forward_with(
         )
         weights = model.apply_lora(program.settings, parameters, vary_tree(frozen), dropout_key)
         model_dropout_key = dropout_key if model_has_dropout else None
-        with isolate_documents(microbatch.get("documents")):
+        documents, images = microbatch.get("documents"), microbatch.get("images")
+        with isolate_documents(documents), with_images(images):
             output, terms = compute(program, weights, microbatch, model_dropout_key)
         microbatches = program.batch.microbatches
         metrics = {name: value / microbatches for name, value in terms.metrics.items()}

@@ -9,7 +9,7 @@ scan; another is divided into scans and single blocks, so that as few blocks as 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -98,6 +98,24 @@ class UnrolledBlocks:
 def unroll(stack: Stack, reason: str) -> UnrolledBlocks:
     """Return the blocks of a stack as blocks that are traced one by one."""
     return UnrolledBlocks(stack.name, stack.count, reason, stack.start)
+
+
+def cut_after(stack: Stack, count: int, reason: str) -> list[Stack | UnrolledBlocks]:
+    """Return the blocks of a stack as its first `count` blocks, and the others.
+
+    Args:
+        stack: blocks that repeat.
+        count: number of blocks after which the module reads the hidden state.
+        reason: why they are divided, if a part of them is no repetition.
+    """
+    parts: list[Stack | UnrolledBlocks] = []
+    for start, size in ((0, count), (count, stack.count - count)):
+        first = stack.start + start
+        if start % stack.period == 0 and size % stack.period == 0 and size > stack.period:
+            parts.append(replace(stack, count=size, start=first, is_whole=False))
+        else:
+            parts.append(UnrolledBlocks(stack.name, size, reason, first))
+    return parts
 
 
 def list_lengths(found: Sequence[Stack | UnrolledBlocks]) -> dict[str, int]:

@@ -26,6 +26,7 @@ from graphtrain.config.hf_config import read_config
 from graphtrain.config.user_code import add_to_path
 from graphtrain.errors import ImportedModelError, StrictFrontEndRequired
 from graphtrain.models.attention.ring_order import positions
+from graphtrain.models.batch_images import batch_images, with_images
 from graphtrain.models.layer_terms import NO_TERMS, LayerTerms
 from graphtrain.models.quantized_matmul import quantization_of
 from graphtrain.torch_frontend import private_torch
@@ -35,11 +36,13 @@ from graphtrain.torch_frontend.axes import NamedAxes, name_axes
 from graphtrain.torch_frontend.blocks import (
     Stack,
     UnrolledBlocks,
+    cut_after,
     find_stacks,
     list_lengths,
     unroll,
 )
 from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment, call_module
+from graphtrain.torch_frontend.image_text import ImageInputs
 from graphtrain.torch_frontend.joint import find_writes_through_views, trace_joint
 from graphtrain.torch_frontend.load_balancing import LoadBalancing
 from graphtrain.torch_frontend.meta_module import (
@@ -93,17 +96,18 @@ def open_uncached(model: TorchModel) -> OpenedModel:
         name_axes(meta.module, model.vocab, model.axes),
         LoadBalancing.from_module(meta.module),
     )
-    opened = OpenedModel(model, meta, (), axes, balance)
+    inputs = ImageInputs.of(model, meta.module)
+    opened = OpenedModel(model, meta, (), axes, balance, inputs=inputs)
     if model.front_end == "strict":
         return _open_strict(opened, 'program.model.front_end = "strict"')
-    if model.front_end == "auto" and (
+    if model.front_end == "auto" and not model.images and (
         writes := find_writes_through_views(meta, _TOKENS, opened.call)
     ):
         return _open_strict(opened, writes[0])
     try:
         return _open_traced(opened)
     except StrictFrontEndRequired as error:
-        if model.front_end == "trace":
+        if model.front_end == "trace" or model.images:
             raise
         return _open_strict(opened, error.reason)
 
@@ -131,10 +135,13 @@ def _open_traced(opened: OpenedModel) -> OpenedModel:
         try:
             return _without_idle_blocks(replace(opened, untrained=opened.check()))
         except BlocksDiffer as error:
-            stack = error.stack
-            unrolled = unroll(stack, error.reason)
+            parts = [unroll(error.stack, error.reason)]
+            if opened.inputs is not None and error.read is not None:
+                parts = cut_after(error.stack, error.read, error.reason)
             block_lists = [
-                unrolled if block_list is stack else block_list for block_list in block_lists
+                part
+                for block_list in block_lists
+                for part in (parts if block_list is error.stack else [block_list])
             ]
 
 
@@ -169,7 +176,7 @@ def factory(model: TorchModel) -> Callable[[], torch.nn.Module]:
         from graphtrain.torch_frontend.transformers_model import from_config
 
         config = read_config(model.hf, model.overrides)
-        return lambda: from_config(config)
+        return lambda: from_config(config, with_images=bool(model.images))
     assert model.torch is not None
     name, function = split_name(model.torch)
     error_prefix = f'torch = "{model.torch}": '
@@ -234,6 +241,7 @@ class OpenedModel:
     balance: LoadBalancing | None = None  # load-balancing loss of a mixture of experts
     strict: str = ""  # why the strict front end is used; empty: the module is traced by JAX
     untrained: frozenset[str] = frozenset()  # paths of arrays on which the logits do not depend
+    inputs: ImageInputs | None = None  # with program.model.images
 
     @property
     def stacks(self) -> list[Stack]:
@@ -315,13 +323,16 @@ class OpenedModel:
             path: jax.ShapeDtypeStruct(spec.shape, spec.dtype)
             for path, spec in self.specs().items()
         }
-        tokens = jax.ShapeDtypeStruct(_TOKENS, jnp.int32)
+        tokens, images = jax.ShapeDtypeStruct(_TOKENS, jnp.int32), self._image_shapes(_TOKENS[0])
         key = jax.eval_shape(lambda: jax.random.key(0))
 
-        def total(arrays: dict[str, Any], tokens: jax.Array, key: jax.Array) -> jax.Array:
-            return self._logits(self.cast_parameters(arrays), tokens, key, verify=True).sum()
+        def total(
+            arrays: dict[str, Any], tokens: jax.Array, images: jax.Array | None, key: jax.Array
+        ) -> jax.Array:
+            with with_images(images):
+                return self._logits(self.cast_parameters(arrays), tokens, key, verify=True).sum()
 
-        traced = jax.make_jaxpr(jax.grad(total))(arrays, tokens, key).jaxpr
+        traced = jax.make_jaxpr(jax.grad(total))(arrays, tokens, images, key).jaxpr
         zeros = {
             out
             for equation in traced.eqns
@@ -333,6 +344,14 @@ class OpenedModel:
         return frozenset(
             path for path, out in zip(paths, traced.outvars, strict=True) if out in zeros
         )
+
+    def _image_shapes(self, rows: int) -> jax.ShapeDtypeStruct | None:
+        """Return shape and dtype of the images of so many rows; None if the model takes none."""
+        if self.inputs is None:
+            return None
+        layout = self.inputs.layout
+        shape = (rows, layout.images, layout.height, layout.width, 3)
+        return jax.ShapeDtypeStruct(shape, jnp.uint8)
 
     def initialize(self, key: jax.Array) -> Tree:
         """Return new parameters, initialised as the module's constructor initialises its own.
@@ -489,6 +508,9 @@ class OpenedModel:
             if not self.is_stacked(path)
         }
 
+        inputs, images = self.inputs, batch_images()
+        tower_arguments = inputs.tower_arguments(len(tokens)) if inputs else {}
+
         def run() -> torch.Tensor:
             with (
                 scanning_blocks(
@@ -497,8 +519,13 @@ class OpenedModel:
                 record_modules(module, self.block_lists, environment, tokens.shape),
                 environment.module_names.follow(module),
             ):
-                position_kwargs = environment.wrap(self._position_kwargs(tokens.shape[1]))
-                return self._module_logits(Tensor(tokens, environment), position_kwargs)
+                kwargs = environment.wrap(self._position_kwargs(tokens.shape[1]))
+                if inputs is None or images is None:
+                    return self._module_logits(Tensor(tokens, environment), kwargs)
+                kwargs = inputs.keyword_arguments(
+                    environment, tokens, images, tower_arguments, kwargs
+                )
+                return extract_logits(module(use_cache=False, **kwargs))
 
         out: Any = call_module(module, environment, unstacked, self.meta.buffers, key, run)
         if not environment.native_attention_calls and (

@@ -28,6 +28,7 @@ __all__ = [
     "environment_of",
     "export_joint",
     "has_default_gate",
+    "image_text_class",
     "is_operator",
     "reparametrize",
     "set_array",
@@ -108,6 +109,14 @@ def causal_model_class(config: Any) -> type | None:
     )
     kinds = (getattr(transformers, name) for name in sorted(causal))
     return next((kind for kind in kinds if kind.config_class is type(config)), None)
+
+
+def image_text_class(config: Any) -> type | None:
+    """Return the class of the model of text and images of a configuration; None if none."""
+    import transformers
+
+    classes: Any = transformers.AutoModelForImageTextToText._model_mapping
+    return classes.get(type(config), None)
 
 
 def build_causal_model(kind: Any, config: Any, options: Mapping[str, Any]) -> torch.nn.Module:

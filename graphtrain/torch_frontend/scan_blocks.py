@@ -34,9 +34,10 @@ Arrays = Mapping[str, jax.Array]
 class BlocksDiffer(Exception):
     """Blocks of a stack that compute different things, or that the module uses differently."""
 
-    def __init__(self, stack: Stack, reason: str) -> None:
+    def __init__(self, stack: Stack, reason: str, read: int | None = None) -> None:
         super().__init__(reason)
         self.stack, self.reason = stack, reason
+        self.read = read  # number of blocks whose output is read by other code than a block
 
 
 class StopForward(Exception):
@@ -161,8 +162,8 @@ class Scan:
         """Return the function that replaces the forward of one block."""
         return lambda *args, **kwargs: self._call_block(number, args, kwargs)
 
-    def _blocks_differ(self, reason: str) -> BlocksDiffer:
-        return BlocksDiffer(self.stack, reason)
+    def _blocks_differ(self, reason: str, read: int | None = None) -> BlocksDiffer:
+        return BlocksDiffer(self.stack, reason, read)
 
     def _call_block(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args or not isinstance(args[0], torch.Tensor):
@@ -191,7 +192,8 @@ class Scan:
         if self.verify and number in {*range(2 * self.stack.period), *self._last()}:
             self._compare(number, position)
         last = number == self.stack.count - 1
-        return self._return(self.calls[position], self.through.run_blocks(self) if last else None)
+        hidden = self.through.run_blocks(self) if last else None
+        return self._return(self.calls[position], hidden, number + 1)
 
     def _last(self) -> range:
         return range(self.stack.count - self.stack.period, self.stack.count)
@@ -360,9 +362,11 @@ class Scan:
             "the output of its blocks has another shape or dtype than the hidden state"
         )
 
-    def _return(self, call: _Call, hidden: jax.Array | None) -> Any:
-        """Return a block's output: the hidden state if known, and placeholders for the rest."""
-        why = self._blocks_differ("code other than the next block reads the output of a block")
+    def _return(self, call: _Call, hidden: jax.Array | None, count: int) -> Any:
+        """Return the output of block `count`: the hidden state if known, else placeholders."""
+        why = self._blocks_differ(
+            "code other than the next block reads the output of a block", count
+        )
         leaves: list[Any] = [
             None if shape is None else _placeholder(shape, self.environment, why)
             for shape in call.shapes

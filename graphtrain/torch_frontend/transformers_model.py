@@ -12,13 +12,17 @@ from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend import expert_loops, private_torch
 
 
-def from_config(config: dict[str, Any]) -> torch.nn.Module:
+def from_config(config: dict[str, Any], *, with_images: bool = False) -> torch.nn.Module:
     """Build the model of a config.json with newly initialised float32 weights.
 
     Nothing is downloaded.
 
+    Args:
+        config: contents of config.json.
+        with_images: whether to build the model of text and images, with its vision tower.
+
     Raises:
-        ImportedModelError: transformers has no such causal language model, or rejects the config.
+        ImportedModelError: transformers has no such model, or rejects the config.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
     from transformers.utils import logging
@@ -41,11 +45,11 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
         )
     with _explain_config_errors(model_type):
         hf_config = AutoConfig.for_model(model_type, **settings)
-    model_class = private_torch.causal_model_class(hf_config)
+    find_class = private_torch.image_text_class if with_images else private_torch.causal_model_class
+    model_class = find_class(hf_config)
     if model_class is None:
-        raise ImportedModelError(
-            f"transformers has no causal language model of model_type {model_type!r}"
-        )
+        kind = "model of text and images" if with_images else "causal language model"
+        raise ImportedModelError(f"transformers has no {kind} of model_type {model_type!r}")
     hf_config.use_cache = False
     options: dict[str, Any] = {"dtype": torch.float32}
     if private_torch.accepts_experts(model_class):
@@ -57,6 +61,10 @@ def from_config(config: dict[str, Any]) -> torch.nn.Module:
         options["attn_implementation"] = hf_attention.IMPLEMENTATION
     with _explain_config_errors(model_type):
         model = private_torch.build_causal_model(model_class, hf_config, options)
+    if with_images:
+        from graphtrain.torch_frontend.vision_tower import prepare_tower
+
+        prepare_tower(model)
     expert_loops.replace_loops(model)
     store_buffers_as_parameters(model)
     list_tied_sources_first(model)

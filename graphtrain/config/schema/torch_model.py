@@ -7,12 +7,14 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import TypeIs
 
 from graphtrain.config.hf_config import vocab_size
+from graphtrain.config.hf_images import image_layout, stated_image_size
 from graphtrain.config.schema.flax_model import FlaxModel
 from graphtrain.config.schema.model import AttentionImplementation, Model
 from graphtrain.config.schema.types import (
     STRICT,
     ComputeDtype,
     LocalPath,
+    NotNegative,
     Plain,
     Positive,
     set_derived_defaults,
@@ -40,6 +42,8 @@ class TorchModel:
     # backward pass. auto: trace unless a known hazard or the parity check requires strict.
     front_end: Literal["auto", "trace", "strict"] = "auto"  # docs/guides/torch.md, Two front ends
     parity: Overrides = _EMPTY  # more overrides for the small model of the parity check
+    images: NotNegative = 0  # images of a sequence, with hf; docs/guides/vision.md
+    image_size: tuple[Positive, Positive] | None = None  # height and width; unset: as in config.json
 
     def __post_init__(self) -> None:
         if (self.torch is None) == (self.hf is None):
@@ -51,6 +55,31 @@ class TorchModel:
                 raise ValueError(str(error)) from error
         if self.vocab is None:
             raise ValueError("vocab is unknown; set it to the number of rows of the embedding")
+        self._check_images()
+
+    def _check_images(self) -> None:
+        """Derive the size of images, and refuse settings with which a model takes none.
+
+        Raises:
+            ValueError: names the setting and the change to make.
+        """
+        if not self.images:
+            if self.image_size is not None:
+                raise ValueError("image_size is set and images is 0; set images too")
+            return
+        if self.hf is None or self.front_end == "strict":
+            other = 'front_end = "strict"' if self.hf else "torch"
+            raise ValueError(f"images cannot be used with {other}; remove one of them")
+        try:
+            set_derived_defaults(self, image_size=stated_image_size(self.hf, self.overrides))
+            if self.image_size is None:
+                raise ValueError(
+                    "images is set and the model takes images of several sizes; set image_size = "
+                    "[HEIGHT, WIDTH] to that of the dataset"
+                )
+            image_layout(self)
+        except ImportedModelError as error:
+            raise ValueError(str(error)) from error
 
     @property
     def vocab_tokens(self) -> int:

@@ -1,0 +1,138 @@
+"""Images of a Hugging Face model, by the files in its folder; imports neither it nor PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from graphtrain.config.hf_config import config_path, first_int, read_config
+from graphtrain.errors import ImportedModelError
+from sharding_rules.documents import DocumentError, read_object
+
+if TYPE_CHECKING:
+    from graphtrain.config.schema import TorchModel
+
+# Files of an image processor, as transformers writes them now and as it did.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_TOKEN_NAMES = ("image_token_id", "image_token_index")
+_PATCH_NAMES = ("patch_size", "spatial_patch_size")
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """Images of one sequence: how many it has at most, their size, and their tokens."""
+
+    images: int  # images of a sequence
+    height: int  # in pixels
+    width: int
+    token: int  # id of the placeholder, which stands in the tokens in place of an image's features
+    tokens: int  # placeholders of one image
+    grid: tuple[int, int]  # rows and columns of features of one image
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """What a folder's image processor does with the values of pixels, 0 to 255."""
+
+    rescale_factor: float
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+def stated_image_size(hf: str, overrides: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return height and width of the only images that a model takes; None if it takes others, too.
+
+    Raises:
+        ImportedModelError: its config.json cannot be read.
+    """
+    vision = _vision_config(hf, read_config(hf, overrides))
+    size = vision.get("image_size")
+    if isinstance(size, int) and not isinstance(size, bool):
+        return size, size
+    if isinstance(size, list) and len(size) == 2 and all(isinstance(side, int) for side in size):
+        return size[0], size[1]
+    return None
+
+
+def image_layout(model: TorchModel) -> ImageLayout | None:
+    """Return the images of a model's sequences; None if program.model.images is 0.
+
+    The number of placeholders is that of Llava or, if the tower merges patches, that of Qwen2.5-VL;
+    the trace of the model checks it.
+
+    Raises:
+        ImportedModelError: config.json does not describe a model of text and images, or its tower
+            does not divide images of program.model.image_size.
+    """
+    if not model.images:
+        return None
+    assert model.hf is not None and model.image_size is not None
+    config = read_config(model.hf, model.overrides)
+    vision, (height, width) = _vision_config(model.hf, config), model.image_size
+    token, patch = first_int(config, _TOKEN_NAMES), first_int(vision, _PATCH_NAMES)
+    for names, value in ((_TOKEN_NAMES, token), (_PATCH_NAMES, patch)):
+        if not value:
+            raise ImportedModelError(
+                f"program.model.images = {model.images}: {config_path(model.hf)} has no {names[0]},"
+                " which a model of text and images needs"
+            )
+    assert token is not None and patch is not None
+    merge = first_int(vision, ("spatial_merge_size",)) or 1
+    unit = patch * merge
+    if height % unit or width % unit:
+        raise ImportedModelError(
+            f"program.model.image_size = [{height}, {width}]: the vision tower divides images into "
+            f"squares of {unit} x {unit} pixels; use multiples of {unit}"
+        )
+    grid = height // unit, width // unit
+    with_class_token = config.get("vision_feature_select_strategy") == "full"
+    tokens = grid[0] * grid[1] + with_class_token
+    return ImageLayout(model.images, height, width, token, tokens, grid)
+
+
+def _vision_config(hf: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    vision = config.get("vision_config")
+    if not isinstance(vision, dict):
+        raise ImportedModelError(
+            f"program.model.images: {config_path(hf)} has no vision_config, so the model takes no "
+            "images; set images = 0"
+        )
+    return vision
+
+
+def read_normalization(hf: str) -> Normalization:
+    """Read the normalization of pixels from the image processor beside a config.json.
+
+    Raises:
+        ImportedModelError: there is no such file, or it does not say how.
+    """
+    folder = config_path(hf).parent
+    path = next((path for name in PROCESSOR_FILES if (path := folder / name).is_file()), None)
+    if path is None:
+        raise ImportedModelError(
+            f"program.model.images: {folder} has no {PROCESSOR_FILES[0]}, which says how pixels "
+            "are normalized; copy it from the model's folder"
+        )
+    try:
+        settings = read_object(path)
+    except (OSError, DocumentError) as error:
+        raise ImportedModelError(f"{path} cannot be used: {error}") from None
+    settings = settings.get("image_processor", settings)
+    factor, mean, std = 1.0, (0.0,) * 3, (1.0,) * 3
+    if _setting(settings, "do_rescale", True):
+        factor = _setting(settings, "rescale_factor", 1 / 255)
+    if _setting(settings, "do_normalize", True):
+        mean, std = (tuple(_setting(settings, name, ())) for name in ("image_mean", "image_std"))
+    numbers = [factor, *mean, *std]
+    if len(numbers) != 7 or not all(isinstance(number, int | float) for number in numbers):
+        raise ImportedModelError(
+            f"{path} does not state how pixels are normalized: rescale_factor = {factor}, "
+            f"image_mean = {list(mean)}, image_std = {list(std)}; state all three"
+        )
+    return Normalization(float(factor), mean, std)  # pyright: ignore[reportArgumentType]
+
+
+def _setting(settings: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = settings.get(name)
+    return default if value is None else value
