@@ -11,7 +11,12 @@ from beartype import beartype
 
 # The models import these names for type checkers only, and jaxtyping takes an annotation that it
 # cannot resolve for Any. Tests also pass arrays of NumPy.
-NAMES = {"Array": jax.Array | np.ndarray, "Float": jaxtyping.Float, "Int": jaxtyping.Int}
+NAMES = {
+    "Array": jax.Array | np.ndarray,
+    "Float": jaxtyping.Float,
+    "Int": jaxtyping.Int,
+    "UInt8": jaxtyping.UInt8,
+}
 
 
 def install() -> None:

@@ -22,6 +22,7 @@ _ROOT = Path(__file__).parents[2]
 _SOURCES = (
     "graphtrain/compile/request_keys.py",
     "graphtrain/config/hf_config.py",
+    "graphtrain/config/hf_images.py",
     "graphtrain/config/phase_settings.py",
     "graphtrain/config/resolve.py",
     "graphtrain/config/schema",

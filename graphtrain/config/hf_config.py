@@ -46,6 +46,8 @@ def config_path(hf: str) -> Path:
 def read_config(hf: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Read a model's config.json and apply the overrides to it.
 
+    Those of a part (text_config, vision_config) replace only the entries that they name.
+
     Raises:
         ImportedModelError: it cannot be read, or is not the configuration of a model.
     """
@@ -63,7 +65,12 @@ def read_config(hf: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
         raise ImportedModelError(
             f"{path} has no model_type, so it is not the configuration of a transformers model"
         )
-    return config | dict(overrides)
+    return config | {name: _merged(config, name, value) for name, value in overrides.items()}
+
+
+def _merged(config: Mapping[str, Any], name: str, value: Any) -> Any:
+    part = config.get(name) if name.endswith("_config") else None
+    return part | value if isinstance(part, dict) and isinstance(value, dict) else value
 
 
 def read_config_json(path: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class ImageLayout:
 
 @dataclass(frozen=True)
 class Normalization:
-    """What a folder's image processor does with the values of pixels, 0 to 255."""
+    """Rescaling and normalization of pixels, whose values are 0 to 255."""
 
     rescale_factor: float
     mean: tuple[float, float, float]

@@ -14,6 +14,7 @@ from graphtrain.config.schema import (
     Precision,
     Program,
     Serve,
+    TorchModel,
     is_imported,
 )
 from sharding_rules.errors import ShardingError
@@ -32,7 +33,8 @@ def serving_program(program: ResolvedProgram) -> ResolvedProgram:
     Experts have no capacity, so that a sequence does not depend on those beside it.
 
     Raises:
-        ShardingError: the rules cannot be applied, or the target has no products of int8.
+        ShardingError: the rules cannot be applied, the target has no products of int8, or the
+            program takes images.
     """
     if program.settings.serve.weights_dtype == "int8" and program.target.platform not in _INT8:
         raise ShardingError(
@@ -40,6 +42,12 @@ def serving_program(program: ResolvedProgram) -> ResolvedProgram:
             'set it to "bfloat16"'
         )
     settings, serve = program.settings, program.settings.serve
+    if isinstance(settings.model, TorchModel) and settings.model.images:
+        raise ShardingError(
+            f"program.model.images = {settings.model.images}: generation, serving and evaluation "
+            "of tasks take no images; export the run (graphtrain convert graphtrain-to-hf RUN "
+            "FOLDER), and generate with transformers"
+        )
     if settings.adapter is not None and is_imported(settings.model):
         raise ShardingError(
             "program.adapter of model.hf or model.torch cannot be merged for generation and "

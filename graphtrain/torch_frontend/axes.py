@@ -33,7 +33,7 @@ class NamedAxes:
 def known_names() -> dict[str, tuple[str | None, ...]]:
     """Return axes by name pattern, from names.toml."""
     table = tomllib.loads(Path(__file__).with_name("names.toml").read_text())["weights"]
-    return {pattern: tuple(axes) for pattern, axes in table.items()}
+    return {pattern: tuple(axis or None for axis in axes) for pattern, axes in table.items()}
 
 
 def name_axes(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ImageInputs:
-    """What a module of text and images takes in place of token ids."""
+    """Inputs of a module of text and images, in place of token ids."""
 
     module: Any  # of transformers
     layout: ImageLayout
@@ -57,12 +57,12 @@ class ImageInputs:
 
     @property
     def has_grid(self) -> bool:
-        """Whether the tower takes patches of images of any size, and their grids."""
+        """Return whether the tower takes patches of images of any size, and their grids."""
         return "image_grid_thw" in inspect.signature(self.module.get_image_features).parameters
 
     @property
     def has_positions(self) -> bool:
-        """Whether tokens have positions in time, height and width."""
+        """Return whether tokens have positions in time, height and width."""
         return hasattr(self.module.base_model, "get_rope_index")
 
     def keyword_arguments(
@@ -97,8 +97,8 @@ class ImageInputs:
 
     def _merged(self, tokens: jax.Array, embeddings: jax.Array, features: jax.Array) -> jax.Array:
         """Return the embeddings, with the features of a row in place of its placeholders."""
-        batch, seq = tokens.shape
-        rows = constrain(features.reshape(batch, -1, features.shape[-1]), "batch", None, None)
+        by_row = features.reshape(len(tokens), -1, features.shape[-1])
+        rows = constrain(by_row, "batch", None, None)
         is_image = tokens == self.layout.token
         number = jnp.clip(jnp.cumsum(is_image, 1) - 1, 0, rows.shape[1] - 1)
         chosen = jnp.take_along_axis(rows, number[..., None], 1).astype(embeddings.dtype)

@@ -100,8 +100,10 @@ def open_uncached(model: TorchModel) -> OpenedModel:
     opened = OpenedModel(model, meta, (), axes, balance, inputs=inputs)
     if model.front_end == "strict":
         return _open_strict(opened, 'program.model.front_end = "strict"')
-    if model.front_end == "auto" and not model.images and (
-        writes := find_writes_through_views(meta, _TOKENS, opened.call)
+    if (
+        model.front_end == "auto"
+        and not model.images
+        and (writes := find_writes_through_views(meta, _TOKENS, opened.call))
     ):
         return _open_strict(opened, writes[0])
     try:

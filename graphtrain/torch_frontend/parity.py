@@ -23,10 +23,13 @@ from graphtrain.cache.key import CacheKey
 from graphtrain.cache.layout import StorePaths
 from graphtrain.cache.writing import replace_file, write_errors
 from graphtrain.errors import ImportedModelError
+from graphtrain.models.batch_images import with_images
 from graphtrain.models.loss import cross_entropy
 from graphtrain.torch_frontend.bridge import to_numpy
+from graphtrain.torch_frontend.image_text import ImageInputs
 from graphtrain.torch_frontend.joint import autocast_on_cpu
 from graphtrain.torch_frontend.model import OpenedModel, extract_logits, factory, open_uncached
+from graphtrain.torch_frontend.parity_batch import comparison_batch
 from graphtrain.torch_frontend.shrink import shrink_model
 from graphtrain.torch_frontend.silent_failures import likely_causes, user_code_error
 from graphtrain.torch_frontend.source import key_ingredients
@@ -136,17 +139,14 @@ def check_parity(model: TorchModel, tokens: tuple[int, int] = _TOKENS) -> Parity
     """
     small, overrides = shrink_model(model)
     small = replace(small, dtype="float32")
-    assert small.vocab is not None
-    batch = np.random.default_rng(0).integers(0, small.vocab, (tokens[0], tokens[1] + 1), np.int32)
-    # A too small embedding fails in PyTorch; JAX would not notice.
-    batch[0, 0] = small.vocab - 1
-    eager = _eager(module_with_weights(small), batch, hf=small.hf is not None)
+    batch, images = comparison_batch(small, tokens)
+    eager = _eager(small, module_with_weights(small), batch, images)
     opened = open_uncached(small)
     differences = _compare(opened, eager)
     if differences.close:
         return Parity(*differences.worst, overrides, opened.strict)
     mismatch = _mismatch(differences, eager)
-    if model.front_end != "auto" or opened.strict:
+    if model.front_end != "auto" or opened.strict or images is not None:
         raise ImportedModelError(mismatch)
     try:
         strict_differences = _compare(open_uncached(replace(small, front_end="strict")), eager)
@@ -163,6 +163,7 @@ class _Eager:
 
     module: torch.nn.Module
     batch: np.ndarray  # (batch, seq + 1)
+    images: np.ndarray | None  # (batch, images, height, width, 3)
     loss: float
     gradients: dict[str, np.ndarray]
     rough: bool  # torch.autocast computes some of it in half precision
@@ -195,7 +196,8 @@ class _Differences:
 
 def _compare(opened: OpenedModel, eager: _Eager) -> _Differences:
     disable_dropout(opened.meta.module)
-    value, gradients = _loss_and_gradients(opened, weights(eager.module), eager.batch)
+    with with_images(None if eager.images is None else jnp.asarray(eager.images)):
+        value, gradients = _loss_and_gradients(opened, weights(eager.module), eager.batch)
     loss = abs(value - eager.loss) / max(abs(eager.loss), 1.0)
     return _Differences(value, loss, _gradient_differences(gradients, eager.gradients), eager.rough)
 
@@ -268,11 +270,16 @@ def unstack_weights(opened: OpenedModel, arrays: Mapping[str, Any]) -> dict[str,
     return by_name
 
 
-def _eager(module: torch.nn.Module, batch: np.ndarray, *, hf: bool) -> _Eager:
+def _eager(
+    model: TorchModel, module: torch.nn.Module, batch: np.ndarray, images: np.ndarray | None
+) -> _Eager:
     tokens = torch.tensor(batch, dtype=torch.long)
+    arguments: dict[str, Any] = {} if model.hf is None else {"input_ids": tokens[:, :-1]}
+    if images is not None and (inputs := ImageInputs.of(model, module)) is not None:
+        arguments = inputs.eager_arguments(tokens[:, :-1], images)
     with torch.device("cpu"), autocast_on_cpu() as autocasts:
         try:
-            loss = _eager_loss(module, tokens, hf=hf)
+            loss = _eager_loss(module, tokens, arguments)
             loss.backward()
         except Exception as error:
             # For example an IndexError if a token id is past the end of the embedding.
@@ -282,12 +289,14 @@ def _eager(module: torch.nn.Module, batch: np.ndarray, *, hf: bool) -> _Eager:
         name: to_numpy(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         for name, parameter in module.named_parameters()
     }
-    return _Eager(module, batch, float(loss.detach()), gradients, bool(autocasts))
+    return _Eager(module, batch, images, float(loss.detach()), gradients, bool(autocasts))
 
 
-def _eager_loss(module: torch.nn.Module, tokens: torch.Tensor, *, hf: bool) -> torch.Tensor:
-    inputs = tokens[:, :-1]
-    returned = module(input_ids=inputs, use_cache=False) if hf else module(inputs)
+def _eager_loss(
+    module: torch.nn.Module, tokens: torch.Tensor, arguments: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return the loss of tokens; without arguments of transformers, of a module of the user."""
+    returned = module(**arguments, use_cache=False) if arguments else module(tokens[:, :-1])
     out = extract_logits(returned).float()
     loss = torch.nn.functional.cross_entropy(
         out.reshape(-1, out.shape[-1]), tokens[:, 1:].reshape(-1)

@@ -80,7 +80,7 @@ class Segments:
 
     @property
     def mask(self) -> np.ndarray | None:
-        """Which keys are tokens, (segments, 1, 1, width); None if all are."""
+        """Mask of the keys that are tokens, (segments, 1, 1, width); None if all are."""
         mask = np.tile(self._is_token, (self._repeats, 1))[:, None, None]
         return None if mask.all() else mask
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 FULL_SIZE_LIMIT = 20_000_000  # weights up to which a model is compared at full size
 _LIMIT = 200_000_000  # weights up to which a model is compared at all
 _HEAD = 16  # head_dim
+_VISION_LAYERS = 4  # two that attend to windows and two that do not
 
 
 def shrink_model(model: TorchModel) -> tuple[TorchModel, dict[str, Any]]:
@@ -50,10 +51,42 @@ def _small_overrides(config: dict[str, Any]) -> dict[str, Any]:
         {name: value for name, value in config.items() if name != "model_type"}
     )
     hf_config = AutoConfig.for_model(config["model_type"], **settings)
+    if isinstance(config.get("vision_config"), dict):
+        return _small_parts(hf_config)
+    return _small_values(hf_config)
+
+
+def _small_parts(hf_config: Any) -> dict[str, Any]:
+    """Return overrides of the text and of the vision tower of a model of text and images."""
+    vision, text = hf_config.vision_config, _small_values(hf_config.get_text_config())
+    rotary = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
+    if sections := rotary.get("mrope_section"):
+        text["rope_parameters"] = rotary | {"mrope_section": _small_sections(sections)}
+    # The language model may read the hidden state after some block from the end.
+    read = getattr(hf_config, "vision_feature_layer", None) or 0
+    most = max(map(abs, read)) if isinstance(read, list | tuple) else abs(read)
+    layers = min(max(_VISION_LAYERS, most + 1), vision.num_hidden_layers)
+    small = _small_values(vision, layers)
+    if getattr(vision, "fullatt_block_indexes", None):
+        small["fullatt_block_indexes"] = list(range(1, layers, 2))
+    if getattr(vision, "out_hidden_size", None):
+        small["out_hidden_size"] = text["hidden_size"]
+    return {"text_config": text, "vision_config": small}
+
+
+def _small_sections(sections: list[int]) -> list[int]:
+    """Return sections of a head's rotary pairs in about the same ratios."""
+    total, pairs = sum(sections), _HEAD // 2
+    first, second = (max(1, size * pairs // total) for size in sections[:2])
+    return [first, second, pairs - first - second]
+
+
+def _small_values(hf_config: Any, layers: int | None = None) -> dict[str, Any]:
+    """Return overrides of one part; without `layers`, of as few as contain every layer type."""
     heads, kv_heads = hf_config.num_attention_heads, getattr(hf_config, "num_key_value_heads", None)
     group = heads // kv_heads if kv_heads else 1
     small_heads = 2 * group if group <= 8 else group
-    layers = _few_layers(hf_config)
+    layers = layers or _few_layers(hf_config)
     small_values: dict[str, Any] = {
         "num_hidden_layers": layers,
         "num_attention_heads": small_heads,

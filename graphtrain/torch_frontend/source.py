@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphtrain.config.hf_config import read_config
+from graphtrain.config.hf_images import read_normalization
 from graphtrain.config.user_code import find_file, local_sources
 from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend.versions import installed
@@ -24,18 +25,21 @@ _SOURCES = (
     *("block_ranges.py", "blocks.py"),
     *("bridge.py", "decode.py", "expert_loops.py"),
     "experts.py",
-    *("functions.py", "hf_attention.py", "joint.py", "language_model.py", "load_balancing.py"),
+    *("functions.py", "hf_attention.py", "image_pixels.py", "image_positions.py", "image_text.py"),
+    *("joint.py", "language_model.py", "load_balancing.py"),
     *("meta_module.py", "model.py", "names.toml", "pipeline_parts.py", "private_torch.py"),
     *(
         "quantized_modules.py",
         "random_values.py",
         "recorded_modules.py",
         "scan_blocks.py",
+        "segmented_attention.py",
         "silent_failures.py",
         "source.py",
         "strict.py",
     ),
     "transformers_model.py",
+    "vision_tower.py",
 )
 
 
@@ -50,6 +54,8 @@ def key_ingredients(model: TorchModel) -> dict[str, Any]:
     settings = asdict(model)
     if model.hf is not None:
         settings["hf"] = read_config(model.hf, {})
+        if model.images:
+            settings["normalization"] = asdict(read_normalization(model.hf))
     else:
         assert model.torch is not None
         name, function = split_name(model.torch)

@@ -293,11 +293,27 @@ def _check_imported(program: Program) -> None:
             f"{'model.flax' if is_flax else 'model.torch or model.hf'}; "
             "remove it, or use the native decoder (graphtrain convert hf-to-graphtrain)"
         )
+    if isinstance(program.model, TorchModel) and program.model.images:
+        _check_images(program)
     if is_flax and not program.batch.cross_document_attention:
         raise ValueError(
             "batch.cross_document_attention = false cannot be used with model.flax, which is not "
             "told where documents begin; remove it"
         )
+
+
+def _check_images(program: Program) -> None:
+    """Refuse settings with which a program takes no images."""
+    refused = {
+        "mesh.stage": program.mesh.stage != 1,
+        "mesh.context": program.mesh.context != 1,
+        'loss.kind = "dpo"': program.loss.kind == "dpo",
+        f'precision.compute = "{program.precision.compute}"': program.precision.matmul_dtype
+        is not None,
+        'batch.gradient_reduction = "per_step"': program.batch.gradient_reduction == "per_step",
+    }
+    if names := [name for name, is_set in refused.items() if is_set]:
+        raise ValueError(f"model.images cannot be used with {' and '.join(names)}; remove it")
 
 
 def check_pipeline(program: Program, stages: int) -> Stages:

@@ -1,6 +1,6 @@
 """[program.model] with torch or hf: a PyTorch or Hugging Face model in place of the native one."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -21,7 +21,9 @@ from graphtrain.config.schema.types import (
 )
 from graphtrain.errors import ImportedModelError
 
-Overrides = dict[str, Plain | dict[str, Plain]]
+Overrides = dict[str, Plain | dict[str, Plain | dict[str, Plain]]]
+# Height and width in pixels.
+ImageSize = Annotated[tuple[Positive, ...], Field(min_length=2, max_length=2)]
 
 _EMPTY: Any = Field(default_factory=dict)
 
@@ -43,7 +45,7 @@ class TorchModel:
     front_end: Literal["auto", "trace", "strict"] = "auto"  # docs/guides/torch.md, Two front ends
     parity: Overrides = _EMPTY  # more overrides for the small model of the parity check
     images: NotNegative = 0  # images of a sequence, with hf; docs/guides/vision.md
-    image_size: tuple[Positive, Positive] | None = None  # height and width; unset: as in config.json
+    image_size: ImageSize | None = None  # height, width; unset: of config.json
 
     def __post_init__(self) -> None:
         if (self.torch is None) == (self.hf is None):

@@ -1,0 +1,140 @@
+"""Tiny models of text and images, as folders of transformers with random weights."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from programs import batch, program
+
+from graphtrain.config.hf_images import image_layout
+from graphtrain.config.schema import Batch, Program, TorchModel
+
+_TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+}
+_IMAGE_TOKEN = 60
+
+
+def _llava() -> tuple[Any, Any]:
+    config = transformers.LlavaConfig(
+        vision_config={
+            "model_type": "clip_vision_model",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "image_size": 15,
+            "patch_size": 5,
+        },
+        text_config={"model_type": "llama"} | _TEXT,
+        image_token_id=_IMAGE_TOKEN,
+    )
+    size = {"height": 15, "width": 15}
+    return config, transformers.CLIPImageProcessor(size=size, crop_size=size)
+
+
+def _qwen() -> tuple[Any, Any]:
+    rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    config = transformers.Qwen2_5_VLConfig(
+        vision_config={
+            "depth": 4,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [1, 3],
+        },
+        text_config=_TEXT | {"rope_parameters": rotary},
+        image_token_id=_IMAGE_TOKEN,
+        video_token_id=61,
+        vision_start_token_id=62,
+        vision_end_token_id=63,
+    )
+    # The smallest and the largest number of pixels of an image.
+    size = {"shortest_edge": 64, "longest_edge": 4096}
+    return config, transformers.Qwen2VLImageProcessor(patch_size=4, size=size)
+
+
+MAKERS = {"llava": _llava, "qwen2_5_vl": _qwen}
+SIZES = {"llava": None, "qwen2_5_vl": (24, 40)}  # two windows high, three wide, cut at the edges
+
+
+@cache
+def folder_of(kind: str, directory: Path) -> Path:
+    """A folder with weights and the files of the image processor."""
+    config, processor = MAKERS[kind]()
+    folder = directory / kind
+    torch.manual_seed(1)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def program_of(kind: str, directory: Path, images: int = 2, **settings: Any) -> Program:
+    """A program of the folder in float32, on one device unless settings say otherwise."""
+    model = TorchModel(
+        hf=str(folder_of(kind, directory)),
+        dtype="float32",
+        images=images,
+        image_size=SIZES[kind],
+        axes=settings.pop("axes", {}),
+    )
+    sizes = Batch(global_batch_size=8, seq_len=40)
+    return program(**{"model": model, "batch": sizes, "target": "cpu:1"} | settings)
+
+
+def batch_of(of: Program, seed: int = 0) -> dict[str, np.ndarray]:
+    """Tokens with 0, 1, 2, 0, ... images in a row, which begin where they happen to."""
+    layout = image_layout(of.model)  # pyright: ignore[reportArgumentType]
+    assert layout is not None
+    made, random = batch(of, seed), np.random.default_rng(seed)
+    tokens = made["tokens"]
+    tokens[tokens == layout.token] = 0
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    for number, row in enumerate(rows):
+        count = number % (layout.images + 1)
+        free = len(row) - count * layout.tokens
+        # Text between two images: they may be neighbours nowhere in Qwen2.5-VL's template.
+        starts = np.sort(random.choice(free // 2, count, replace=False)) * 2
+        for index, start in enumerate(starts):
+            begin = start + index * layout.tokens
+            row[begin : begin + layout.tokens] = layout.token
+    made["weights"] *= made["targets"] != layout.token
+    shape = (*tokens.shape[:-1], layout.images, layout.height, layout.width, 3)
+    images = random.integers(0, 256, shape, np.uint8)
+    counts = np.arange(len(rows)).reshape(tokens.shape[:-1]) % (layout.images + 1)
+    used = np.arange(layout.images) < counts[..., None]
+    return made | {"images": images * used[..., None, None, None].astype(np.uint8)}
+
+
+def eager_inputs(of: Program, inputs: dict[str, np.ndarray]) -> dict[str, Any]:
+    """What transformers' own model takes, made by the folder's image processor."""
+    model: Any = of.model
+    layout = image_layout(model)
+    assert layout is not None
+    tokens = torch.tensor(inputs["tokens"].reshape(-1, inputs["tokens"].shape[-1])).long()
+    images = inputs["images"].reshape(len(tokens), *inputs["images"].shape[-4:])
+    is_image = tokens == layout.token
+    counts = (is_image.sum(1) // layout.tokens).tolist()
+    used = [image for row, count in zip(images, counts, strict=True) for image in row[:count]]
+    processor = transformers.AutoImageProcessor.from_pretrained(model.hf, backend="pil")
+    made = processor(images=used, do_resize=False, do_center_crop=False, return_tensors="pt")
+    arguments = {"input_ids": tokens, **made}
+    if "image_grid_thw" in made:
+        arguments["mm_token_type_ids"] = is_image.int()
+    return arguments

@@ -1,0 +1,87 @@
+"""Models of text and images, beside eager transformers on the same images."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from image_text_models import MAKERS, batch_of, eager_inputs, program_of
+from programs import CUBE, loaded, placed_inputs
+
+from graphtrain.config.schema import Optimizer, Program
+from graphtrain.models.batch_images import with_images
+from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.parity import stack_weights, unstack_weights, weights
+from lowering.trees import flatten, unflatten
+
+ADAM = Optimizer(epsilon=1e-5, clip_norm=0.0, decay_mask="all", weight_decay=0.1)
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+def module_of(of: Program) -> Any:
+    model: Any = of.model
+    return transformers.AutoModelForImageTextToText.from_pretrained(
+        model.hf, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def eager_loss(module: Any, of: Program, inputs: dict[str, np.ndarray]) -> torch.Tensor:
+    logits = module(**eager_inputs(of, inputs), use_cache=False).logits
+    targets = torch.tensor(inputs["targets"].reshape(-1)).long()
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
+    counts = torch.tensor(inputs["weights"].reshape(-1))
+    return (losses * counts).sum() / counts.sum()
+
+
+def state_of(of: Program, module: Any) -> Any:
+    tree = unflatten(stack_weights(open_model(of.model), weights(module)))
+    zeros = jax.tree.map(np.zeros_like, tree)
+    moments = {"adam": {"count": np.int32(0), "mu": zeros, "nu": zeros}}
+    key = np.asarray(jax.random.key_data(jax.random.key(0)))
+    return {"parameters": tree, "optimizer": moments, "step": np.int32(0), "key": key}
+
+
+def test_logits_are_those_of_transformers(kind, directory):
+    of = program_of(kind, directory)
+    module, inputs, opened = module_of(of), batch_of(of), open_model(of.model)
+    arrays = unflatten(stack_weights(opened, weights(module)))
+    with torch.no_grad():
+        expected = module(**eager_inputs(of, inputs), use_cache=False).logits.numpy()
+
+    def logits(parameters: Any, tokens: jax.Array, images: jax.Array) -> jax.Array:
+        with with_images(images):
+            return opened.forward(parameters, tokens, None)[0]
+
+    found = jax.jit(logits)(arrays, inputs["tokens"][0], inputs["images"][0])
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_split_over_devices_a_step_is_that_of_pytorchs_adamw(kind, directory):
+    of = program_of(kind, directory, optimizer=ADAM, **CUBE)
+    module, inputs = module_of(of), batch_of(of)
+    optimizer = torch.optim.AdamW(
+        module.parameters(), 1e-2, (ADAM.beta1, ADAM.beta2), ADAM.epsilon, ADAM.weight_decay
+    )
+    step = loaded(of, "train")
+    state = placed_inputs(step, "state", state_of(of, module))
+    out = step(state, placed_inputs(step, "batch", inputs), np.float32(1e-2))
+    loss = eager_loss(module, of, inputs)
+    loss.backward()
+    optimizer.step()
+    assert float(out["metrics"]["loss"]) == pytest.approx(loss.item(), rel=1e-5)
+    found = unstack_weights(
+        open_model(of.model), flatten(jax.device_get(out["state"]["parameters"]))
+    )
+    for name, one in weights(module).items():
+        np.testing.assert_allclose(found[name], one, atol=1e-4, err_msg=name)
