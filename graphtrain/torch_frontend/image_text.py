@@ -188,7 +188,9 @@ class ImageInputs:
         arguments: dict[str, Any] = {"input_ids": tokens}
         if not len(used):
             return arguments
-        arguments["pixel_values"] = torch.tensor(np.asarray(self._tower_input(used[:, None])))
+        arguments["pixel_values"] = torch.tensor(
+            np.asarray(self._tower_input(jnp.asarray(used[:, None])))
+        )
         if self.has_grid:
             arguments["image_grid_thw"] = self._grids(len(used))
         if self.has_positions:

@@ -36,7 +36,7 @@ def _llava() -> tuple[Any, Any]:
             "patch_size": 5,
         },
         text_config={"model_type": "llama"} | _TEXT,
-        image_token_id=_IMAGE_TOKEN,
+        image_token_index=_IMAGE_TOKEN,
     )
     size = {"height": 15, "width": 15}
     return config, transformers.CLIPImageProcessor(size=size, crop_size=size)

@@ -10,9 +10,9 @@ import transformers
 from image_text_models import MAKERS, batch_of, eager_inputs, program_of
 from programs import CUBE, loaded, placed_inputs
 
-from graphtrain.config.schema import Optimizer, Program
+from graphtrain.config.schema import Optimizer, Program, TorchModel
 from graphtrain.models.batch_images import with_images
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.model import OpenedModel, open_model
 from graphtrain.torch_frontend.parity import stack_weights, unstack_weights, weights
 from lowering.trees import flatten, unflatten
 
@@ -27,6 +27,11 @@ def kind(request):
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
+
+
+def opened_of(of: Program) -> OpenedModel:
+    assert isinstance(of.model, TorchModel)
+    return open_model(of.model)
 
 
 def module_of(of: Program) -> Any:
@@ -45,7 +50,7 @@ def eager_loss(module: Any, of: Program, inputs: dict[str, np.ndarray]) -> torch
 
 
 def state_of(of: Program, module: Any) -> Any:
-    tree = unflatten(stack_weights(open_model(of.model), weights(module)))
+    tree = unflatten(stack_weights(opened_of(of), weights(module)))
     zeros = jax.tree.map(np.zeros_like, tree)
     moments = {"adam": {"count": np.int32(0), "mu": zeros, "nu": zeros}}
     key = np.asarray(jax.random.key_data(jax.random.key(0)))
@@ -54,7 +59,7 @@ def state_of(of: Program, module: Any) -> Any:
 
 def test_logits_are_those_of_transformers(kind, directory):
     of = program_of(kind, directory)
-    module, inputs, opened = module_of(of), batch_of(of), open_model(of.model)
+    module, inputs, opened = module_of(of), batch_of(of), opened_of(of)
     arrays = unflatten(stack_weights(opened, weights(module)))
     with torch.no_grad():
         expected = module(**eager_inputs(of, inputs), use_cache=False).logits.numpy()
@@ -80,8 +85,6 @@ def test_split_over_devices_a_step_is_that_of_pytorchs_adamw(kind, directory):
     loss.backward()
     optimizer.step()
     assert float(out["metrics"]["loss"]) == pytest.approx(loss.item(), rel=1e-5)
-    found = unstack_weights(
-        open_model(of.model), flatten(jax.device_get(out["state"]["parameters"]))
-    )
+    found = unstack_weights(opened_of(of), flatten(jax.device_get(out["state"]["parameters"])))
     for name, one in weights(module).items():
         np.testing.assert_allclose(found[name], one, atol=1e-4, err_msg=name)

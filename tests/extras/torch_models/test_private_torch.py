@@ -25,6 +25,8 @@ REMEDIES = {
     "set_array": "torchax/tensor.py, class Tensor: find where it keeps its JAX array.",
     "causal_model_class": "transformers/models/auto/auto_factory.py: find the mapping that "
     "from_config reads.",
+    "image_text_class": "transformers/models/auto/auto_factory.py: find the mapping that "
+    "from_config reads.",
     "build_causal_model": "transformers/models/auto/auto_factory.py, from_config: find how it "
     "builds a model of a class.",
     "accepts_attention": "transformers/modeling_utils.py: find what set_attn_implementation asks.",
@@ -106,6 +108,13 @@ def test_transformers_tells_the_class_of_a_configuration_and_its_attention():
     assert private_torch.accepts_attention(kind) is True
     assert private_torch.supports_sdpa(kind) is True
     assert private_torch.causal_model_class(transformers.ViTConfig()) is None
+
+
+@canary("image_text_class")
+def test_transformers_tells_the_class_of_a_model_of_text_and_images():
+    kind = private_torch.image_text_class(transformers.LlavaConfig())
+    assert kind is transformers.LlavaForConditionalGeneration
+    assert private_torch.image_text_class(transformers.LlamaConfig()) is None
 
 
 @canary("build_causal_model")

@@ -96,7 +96,7 @@ def test_pixels_are_normalized_as_the_processors_files_say(tmp_path):
 
 
 def test_overrides_of_a_part_replace_only_what_they_name(tmp_path):
-    overrides = {"vision_config": {"image_size": 14}}
+    overrides: Any = {"vision_config": {"image_size": 14}}
     model = TorchModel(hf=write(tmp_path, LLAVA), images=1, overrides=overrides)
     layout = image_layout(model)
     assert layout is not None and (layout.height, layout.tokens) == (14, 4)
