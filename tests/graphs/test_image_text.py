@@ -1,5 +1,6 @@
 """Models of text and images, beside eager transformers on the same images."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -7,14 +8,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from image_text_models import MAKERS, batch_of, eager_inputs, program_of
+from image_text_models import MAKERS, batch_of, eager_inputs, folder_of, program_of
 from programs import CUBE, loaded, placed_inputs
+from safetensors.numpy import load_file
 
+from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Optimizer, Program, TorchModel
+from graphtrain.config.serving_program import serving_program
 from graphtrain.models.batch_images import with_images
 from graphtrain.torch_frontend.model import OpenedModel, open_model
 from graphtrain.torch_frontend.parity import stack_weights, unstack_weights, weights
+from graphtrain.weights.published import SavedTensors
+from graphtrain.weights.torch_modules import HuggingFaceWeights, stored_buffers
 from lowering.trees import flatten, unflatten
+from sharding_rules.errors import ShardingError
 
 ADAM = Optimizer(epsilon=1e-5, clip_norm=0.0, decay_mask="all", weight_decay=0.1)
 
@@ -88,3 +95,32 @@ def test_split_over_devices_a_step_is_that_of_pytorchs_adamw(kind, directory):
     found = unstack_weights(opened_of(of), flatten(jax.device_get(out["state"]["parameters"])))
     for name, one in weights(module).items():
         np.testing.assert_allclose(found[name], one, atol=1e-4, err_msg=name)
+
+
+def test_a_folders_weights_are_read_and_written_bit_for_bit(kind, directory):
+    of = program_of(kind, directory)
+    opened, folder = opened_of(of), folder_of(kind, directory)
+    described = {path: SimpleNamespace(shape=spec.shape) for path, spec in opened.specs().items()}
+
+    def fill(tree: Any, part: Any) -> Any:
+        arrays = flatten(tree).items()
+        return {
+            path: part(path, one.shape, (slice(None),) * len(one.shape)) for path, one in arrays
+        }
+
+    assert isinstance(of.model, TorchModel)
+    found = HuggingFaceWeights(folder, of.model).parameters(unflatten(described), fill)
+    arrays = unstack_weights(opened, found) | stored_buffers(opened.meta)
+    tensors = SavedTensors(opened.meta.module, {name: one.shape for name, one in arrays.items()})
+    written = {}
+    for name, array in arrays.items():
+        written |= dict(tensors.add(name, array))
+    expected = load_file(folder / "model.safetensors")
+    assert written.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(written[name], array, err_msg=name)
+
+
+def test_a_server_takes_no_images(directory):
+    with pytest.raises(ShardingError, match=r"images = 2: generation, serving and evaluation"):
+        serving_program(resolve(program_of("llava", directory)))
