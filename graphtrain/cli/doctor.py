@@ -1,4 +1,4 @@
-"""graphtrain doctor: report what this machine can do and what is missing, with remedies."""
+"""graphtrain doctor: report what this machine can do and what is missing; measure its speed."""
 
 import json
 import sys
@@ -12,12 +12,27 @@ from graphtrain.cli.options import cache_option, json_option
 
 @click.command("doctor")
 @cache_option
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Measure products, memory, functions and collectives of this machine's CPU, about a "
+    "minute, and store them in machine-profiles.json, which plans for cpu:N use.",
+)
+@click.option(
+    "--even-if-busy",
+    is_flag=True,
+    help="With --measure: measure although other processes use the cores.",
+)
 @json_option
-def command(cache: Path, as_json: bool) -> None:
-    """Report what this machine can compile for and run on.
+def command(cache: Path, measure: bool, even_if_busy: bool, as_json: bool) -> None:
+    """Report what this machine can compile for and run on, or measure how fast it is.
 
-    Exits with 2 if something that graphtrain requires is missing.
+    Exits with 2 if something that graphtrain requires is missing, or if --measure finds the machine
+    busy.
     """
+    if measure:
+        _measure(even_if_busy, as_json)
+        return
     from graphtrain.api.doctor import run_checks
 
     findings = run_checks(cache)
@@ -30,3 +45,21 @@ def command(cache: Path, as_json: bool) -> None:
             click.echo(f"{mark}  {finding.subject}: {finding.state}{remedy}")
     if not all(finding.ok for finding in findings):
         sys.exit(2)
+
+
+def _measure(even_if_busy: bool, as_json: bool) -> None:
+    """Measure this machine, store the profile, and print every number."""
+    from graphtrain.api.measuring.machine import measure_and_store
+
+    def observe(subject: str) -> None:
+        click.echo(f"measuring {subject}", err=True)
+
+    path, profile = measure_and_store(observe, even_if_busy=even_if_busy)
+    if as_json:
+        click.echo(json.dumps(asdict(profile), indent=2))
+        return
+    from graphtrain.api.measuring.report import lines
+
+    for line in lines(profile):
+        click.echo(line)
+    click.echo(f"stored in {path}; plans for cpu:N in this directory use it")

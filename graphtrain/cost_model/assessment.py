@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from graphtrain.cost_model.compute import PartFlops
+    from graphtrain.cost_model.measured_time import MeasuredTime
     from lowering.hlo.collectives import Collective
     from lowering.machine.target import Achieved
     from sharding_rules.plan import Plan
@@ -54,6 +55,11 @@ class StepTime:
     overlapped: float | None  # part of the communication that overlaps with compute
     host: float | None = 0.0  # transfers to host memory and back that compute does not hide
     achieved: Achieved | None = None  # shares of the peak that compute assumes; None: the peak
+    starting: float = 0.0  # of the step, its operations and iterations; only of a profile
+    # By a profile of the machine, in which case the other fields are the time by the clock. None:
+    # the machine has none, for the reason in profile_note, which is empty if none is possible.
+    measured: MeasuredTime | None = None
+    profile_note: str = ""
 
     @property
     def total(self) -> float | None:
@@ -65,8 +71,8 @@ class StepTime:
         """Time of the parts that are known, by which strategies are compared."""
         sent = sum(seconds or 0.0 for seconds in self.communication.values())
         exposed = sent - (self.overlapped or 0.0)
-        computed = (self.compute or 0.0) + (self.memory or 0.0) + (self.bubble or 0.0)
-        return computed + exposed + (self.host or 0.0)
+        parts = self.compute, self.memory, exposed, self.bubble, self.host, self.starting
+        return sum(part or 0.0 for part in parts)
 
     @property
     def is_complete(self) -> bool:

@@ -20,6 +20,7 @@ from graphtrain.cost_model.findings import findings
 from graphtrain.cost_model.host_transfers import host_bytes
 from graphtrain.cost_model.memory import memory as estimated_memory
 from graphtrain.cost_model.padded_stages import with_padding_layers
+from graphtrain.cost_model.profiled_time import with_profile
 from graphtrain.cost_model.time import mfu, step_time
 from graphtrain.cost_model.traffic import bubble_of, predict_collectives
 from graphtrain.errors import PlanError
@@ -150,7 +151,7 @@ def _from_outcome(
             "collectives inside them are counted once"
         )
     flops = record.get("flops") or None  # None: the backend reads no FLOPs
-    compiled = _assessment(program, plan, memory, collectives, "compiler", flops)
+    compiled = _assessment(program, plan, memory, collectives, "compiler", flops, record)
     compiled = replace(compiled, compile_seconds=record["compile_seconds"], note=remark)
     if program.settings.precision.matmul_dtype is None:
         return compiled
@@ -195,6 +196,7 @@ def _assessment(
     collectives: tuple[Collective, ...],
     source: Any,
     flops: float | None = None,
+    record: Mapping[str, Any] | None = None,
 ) -> Assessment:
     padded_program, bubble = with_padding_layers(program), bubble_of(program)
     flash = step_uses_flash_kernel(padded_program)
@@ -203,6 +205,7 @@ def _assessment(
         excess = compiled_excess(padded_program, flops, flash=flash, bubble=bubble)
     counted = expected_excess(program, flash=flash) if excess is None else excess
     time = step_time(padded_program, memory, collectives, bubble, flash=flash, excess=counted)
+    time = with_profile(time, program, collectives, record)
     seconds = time.total if time.is_complete else None
     return Assessment(
         target=program.settings.target,

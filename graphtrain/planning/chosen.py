@@ -12,6 +12,7 @@ from graphtrain.cache.key import CacheKey
 from graphtrain.compile.request_keys import source_digests
 from graphtrain.config.schema import Config, Mesh, PipelineSettings, Program
 from graphtrain.config.schema.program import reason_of
+from graphtrain.cost_model.profiled_time import current_profile
 from graphtrain.errors import PlanError
 from graphtrain.files import content_digest
 from graphtrain.graphs.open_model import open_language_model
@@ -46,9 +47,11 @@ def search_key(config: Config) -> CacheKey:
 def _estimated_with(target: Target) -> dict[str, Any]:
     """Return the numbers of a machine that rank strategies; keys of programs leave them out."""
     table, achieved = target.specification, target.achieved
+    profile, _ = current_profile()
     return {
         "machine": {name: value for name, value in table.items() if name not in _DESCRIPTIONS},
         "achieved": None if achieved is None else asdict(achieved),
+        "profile": asdict(profile) if target.machine == "cpu" and profile else None,
         "usable_memory_bytes": target.usable_memory_bytes,  # with XLA_CLIENT_MEM_FRACTION
     }
 

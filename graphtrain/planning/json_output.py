@@ -15,6 +15,7 @@ from graphtrain.planning.tables import plan_as_json
 if TYPE_CHECKING:
     from graphtrain.cost_model.assessment import Assessment
     from graphtrain.cost_model.compute import PartFlops
+    from graphtrain.cost_model.measured_time import MeasuredTime
     from graphtrain.planning.answer import Answer
     from graphtrain.planning.costs import Workload
 from graphtrain.planning.targets import TargetRow
@@ -81,7 +82,10 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
             "overlapped": time.overlapped,
             "bubble": time.bubble,
             "host": time.host,
+            "starting": time.starting,
         },
+        "measured": _measured_as_json(time.measured),
+        "profile_note": time.profile_note,
         "achieved": time.achieved and asdict(time.achieved),
         "flops_by_part": [_part_as_json(part, plan.mesh.devices) for part in assessment.flops],
         "mfu": assessment.mfu,
@@ -95,7 +99,7 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
         "sources": {
             "memory": memory_sources(memory),
             "collectives": assessment.collectives_source,
-            "step_seconds": "estimate",
+            "step_seconds": "estimate" if time.measured is None else time.measured.source,
             "flops_by_part": "estimate",
             "mfu": "estimate",
             "mfu_causal": "estimate",
@@ -103,6 +107,10 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
         },
         "arrays": plan_as_json(plan),
     }
+
+
+def _measured_as_json(time: MeasuredTime | None) -> dict[str, Any] | None:
+    return time and asdict(time) | {"total": asdict(time.total)}
 
 
 def _part_as_json(part: PartFlops, devices: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from graphtrain.compile.html import html_from_rich
 from graphtrain.models.grouped_matmul_support import step_computes_all_experts
 from graphtrain.planning.collective_origins import significant, unexplained
 from graphtrain.planning.formats import format_seconds, format_share, machine_lines
+from graphtrain.planning.measured_text import measured_table
 from graphtrain.planning.memory_parts import memory_sources
 from graphtrain.planning.quantized_products import products_line
 from graphtrain.planning.tables import empty_table, megabytes, plan_table
@@ -96,6 +97,11 @@ def print_assessment(
         console.print(
             f"no speed is known for {' and '.join(unknown)} of {assessment.target}"
             + ("; the step time is a lower bound without them" if assessment.time.total else ""),
+            soft_wrap=True,
+        )
+    if assessment.time.profile_note:
+        console.print(
+            f"the step time is not from measurements: {assessment.time.profile_note}",
             soft_wrap=True,
         )
     if assessment.note:
@@ -253,6 +259,8 @@ def collectives_table(assessment: "Assessment") -> "Table":
 def time_table(assessment: "Assessment") -> "Table":
     """Return the table of a step's time."""
     table, time = empty_table("step time", ">seconds", "source"), assessment.time
+    if time.measured is not None:
+        return measured_table(time.measured)
     counted = "estimate" if assessment.flops_excess is None else "estimate, FLOPs: compiler"
     counted += f", {_share_of_peak(assessment)}"
     for name, source in (("compute", counted), ("memory", "estimate")):

@@ -19,6 +19,7 @@ from lowering.artifact import Artifact
 from lowering.errors import LoweringError, OutOfMemory
 from lowering.graph import Graph
 from lowering.hlo.collectives import read
+from lowering.hlo.work import read_work
 from lowering.lowered import Lowered
 from lowering.machine import aot_devices, gpu_memory, host
 from lowering.machine.target import Target
@@ -290,7 +291,9 @@ def compile(lowered: Lowered) -> Artifact:
         )
 
         payload = serialize_collective_order(payload)
-    memory = compiled.memory_analysis()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    # What the CPU's time model counts; other machines have none that reads it.
+    work = {"work": read_work(text).to_record()} if lowered.target.platform == "cpu" else {}
     record = lowered.facts | {
         "target": str(lowered.target),
         "compile_seconds": round(seconds, 3),
@@ -306,7 +309,8 @@ def compile(lowered: Lowered) -> Artifact:
             "peak": _peak(memory, lowered.target),
         },
         "replicated": replicated,
-        **read(compiled.as_text(), lowered.plan.mesh, lowered.target.slices).to_record(),
+        **read(text, lowered.plan.mesh, lowered.target.slices).to_record(),
+        **work,
     }
     return Artifact(payload, record)
 

@@ -1,0 +1,1 @@
+"""Measuring of this machine: products, memory, functions, overheads, collectives."""

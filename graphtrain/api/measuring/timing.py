@@ -1,0 +1,60 @@
+"""Seconds of compiled functions: of the processor on a CPU, else by the clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from graphtrain.cost_model.machine_profile import RUNS, Measured
+
+_RUN_SECONDS = 0.02  # of one run, in which short functions are called many times
+# The graphs that are compared with have barriers that XLA:CPU would remove.
+_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+
+def compiled(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+    """Compile a function for arguments, as graphs are compiled on this platform."""
+    options: dict[str, str | bool] = dict(_OPTIONS) if jax.default_backend() == "cpu" else {}
+    return jax.jit(function).lower(*arguments).compile(compiler_options=options)
+
+
+def measure(function: Callable[..., Any], *arguments: Any) -> Measured:
+    """Return the seconds of one call of a function that is compiled for the arguments."""
+    return measure_compiled(compiled(function, *arguments), *arguments)
+
+
+def measure_compiled(program: Callable[..., Any], *arguments: Any) -> Measured:
+    """Return the seconds of one call of a compiled function."""
+    _seconds(program, arguments, 1)  # the first call reads its memory for the first time
+    calls = max(1, round(_RUN_SECONDS / max(1e-6, _seconds(program, arguments, 2))))
+    seconds = [_seconds(program, arguments, calls) for _ in range(RUNS)]
+    median = max(1e-9, statistics.median(seconds))
+    return Measured(median, round((max(seconds) - min(seconds)) / median, 3))
+
+
+def less(whole: Measured, part: float, times: float = 1.0) -> Measured:
+    """Return what remains of a measured time without a known part, by number of repetitions."""
+    rest = max(whole.seconds - part, 0.05 * whole.seconds) / times
+    return Measured(rest, whole.spread)
+
+
+def clock() -> Callable[[], float]:
+    """Return the clock: on a CPU the processor time of all threads, else the time that passes.
+
+    Processor time is not much longer on a busy machine.
+    """
+    return time.process_time if jax.default_backend() == "cpu" else time.perf_counter
+
+
+def _seconds(program: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> float:
+    now = clock()
+    began = now()
+    result = None
+    for _ in range(calls):
+        result = program(*arguments)
+    jax.block_until_ready(result)
+    return (now() - began) / calls

@@ -1,0 +1,50 @@
+"""Process that measures with a number of devices, which JAX fixes when it starts.
+
+    python -m graphtrain.api.measuring.worker DEVICES
+
+It writes one JSON object to stdout, and what it measures next to stderr.
+"""
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from lowering.machine import host
+from lowering.machine.target import Target
+
+
+def measured(devices: int) -> dict[str, Any]:
+    """Measure with a number of devices: everything with one, collectives with several."""
+    import lowering.xla.backend as xla
+
+    host.retain_freed_memory()  # as a run does
+    xla.devices(Target("cpu", (devices,)))
+    if devices > 1:
+        from graphtrain.api.measuring.collectives import measure_collectives
+
+        return {"collectives": measure_collectives(devices, _report)}
+    return _single_device()
+
+
+def _single_device() -> dict[str, Any]:
+    from graphtrain.api.measuring.loops import measure_functions, measure_streams
+    from graphtrain.api.measuring.overheads import measure_overheads
+    from graphtrain.api.measuring.products import measure_products
+
+    overheads = measure_overheads(_report)
+    call = overheads["step"].seconds
+    return {
+        "overheads": overheads,
+        "products": measure_products(call, _report),
+        "memory": measure_streams(call, _report),
+        "functions": measure_functions(call, _report),
+    }
+
+
+def _report(subject: str) -> None:
+    print(f"measuring {subject}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    json.dump(measured(int(sys.argv[1])), sys.stdout, default=dataclasses.asdict)

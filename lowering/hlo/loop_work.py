@@ -1,0 +1,217 @@
+"""Work of a loop over elements: a fusion, a copy, a reduction of a compiled CPU program."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowering.hlo.text import Computation, Instruction, arrays, item_bits, nbytes
+
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape", "broadcast",
+    "iota", "slice", "dynamic-slice", "opt-barrier",
+}  # fmt: skip
+# Functions of one element that take longer than arithmetic, by the name that a profile has.
+FUNCTIONS = {
+    "exponential": "exp",
+    "exponential-minus-one": "exp",
+    "log": "log",
+    "log-plus-one": "log",
+    "tanh": "tanh",
+    "erf": "erf",
+    "logistic": "logistic",
+    "rsqrt": "rsqrt",
+    "sqrt": "sqrt",
+    "sine": "sine",
+    "cosine": "sine",
+    "power": "power",
+    "divide": "divide",
+    "remainder": "divide",
+    "sort": "sort",
+    "gather": "gather",
+    "scatter": "scatter",
+    "concatenate": "concatenate",
+    "pad": "concatenate",
+    "rng-bit-generator": "random",
+}
+_SLICES = ("dynamic-slice", "slice", "gather")
+_THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose")
+_LAYOUT = re.compile(r"\{([\d,]+)[^}]*\}")
+_DIMENSIONS = re.compile(r"dimensions=\{([\d,]*)\}")
+_ALIASED = 256  # elements: rows this far apart, or a multiple, share few sets of the first cache
+
+
+@dataclass(frozen=True)
+class LoopWork:
+    """One execution of a kernel that is no product."""
+
+    bytes: int  # that it reads and writes
+    elements: tuple[tuple[str, int], ...]  # computed elements by kind: arithmetic, exp, reduce, ...
+    partitions: int  # threads among which it is divided
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the fields as JSON."""
+        return {**vars(self), "elements": dict(self.elements)}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> LoopWork:
+        """Return the work that a compiled program's record contains."""
+        elements = tuple(record["elements"].items())
+        return cls(record["bytes"], elements, record["partitions"])
+
+
+def plain_work(computation: Computation, instruction: Instruction, partitions: int) -> LoopWork:
+    """Return the work of an instruction outside of fusions."""
+    moved = nbytes(instruction.shape) + sum(map(nbytes, computation.operand_shapes(instruction)))
+    elements: Counter[str] = Counter()
+    if kind := _kind(computation, instruction):
+        elements[kind] += _computed(computation, instruction)
+    return LoopWork(moved, _sorted(elements), partitions)
+
+
+def fused_work(fused: Computation, partitions: int) -> LoopWork:
+    """Return the work of a fusion: each element of its instructions is computed once.
+
+    An operand of which a loop reads slices counts with these alone, and an array that is updated
+    in place counts with the update.
+    """
+    results, in_place = _results(fused)
+    users = _users(fused)
+    reductions = [one for one in fused.instructions.values() if one.opcode == "reduce"]
+    counts = sum(map(_count, results)), *(_computed(fused, one) for one in reductions)
+    elements: Counter[str] = Counter()
+    moved = sum(map(nbytes, results))
+    for one in fused.instructions.values():
+        if one.opcode == "parameter":
+            moved += _bytes_read(one, one, users, in_place)
+        elif one.name not in in_place and (kind := _kind(fused, one)):
+            elements[kind] += min(_computed(fused, one), max(counts))
+    return LoopWork(moved, _sorted(elements), partitions)
+
+
+def _results(fused: Computation) -> tuple[list[str], set[str]]:
+    """Return the shapes that a fusion writes, and the names of what it updates in place."""
+    root = fused.instructions[fused.root]
+    names = root.operands if root.opcode == "tuple" else [root.name]
+    shapes: list[str] = []
+    in_place: set[str] = set()
+    for name in names:
+        path = _path_to_update(fused, name)
+        if path is None:
+            shapes.append(fused.instructions[name].shape)
+            continue
+        update = fused.instructions[path[-1]].operands[1]
+        shapes.append(fused.instructions[update].shape)
+        in_place |= {*path, *_origins(fused, fused.instructions[path[-1]].operands[0])}
+    return shapes, in_place
+
+
+def _path_to_update(fused: Computation, name: str) -> list[str] | None:
+    """Return the instructions from a result to the dynamic-update-slice that it is; else None."""
+    path = _origins(fused, name)
+    return path if fused.instructions[path[-1]].opcode == "dynamic-update-slice" else None
+
+
+def _origins(fused: Computation, name: str) -> list[str]:
+    """Return an instruction and what it is, up to the first that does not only move or convert."""
+    path = [name]
+    while (one := fused.instructions[path[-1]]).opcode in _THROUGH:
+        path.append(one.operands[0])
+    return path
+
+
+def _users(fused: Computation) -> Mapping[str, list[tuple[Instruction, int]]]:
+    """Return the users of each instruction, with the index of the operand."""
+    users: dict[str, list[tuple[Instruction, int]]] = defaultdict(list)
+    for one in fused.instructions.values():
+        for index, operand in enumerate(one.operands):
+            users[operand].append((one, index))
+    return users
+
+
+def _bytes_read(
+    parameter: Instruction,
+    value: Instruction,
+    users: Mapping[str, list[tuple[Instruction, int]]],
+    in_place: set[str],
+) -> int:
+    """Return the bytes of a parameter that are read through a value that it is."""
+    read = 0
+    for user, index in users[value.name]:
+        if user.opcode in _SLICES and index == 0:
+            read += _count(user.shape) * _item_bytes(parameter.shape)
+        elif user.opcode == "dynamic-update-slice" and index == 0 and user.name in in_place:
+            continue
+        elif user.opcode in ("bitcast", "convert"):
+            read += _bytes_read(parameter, user, users, in_place)
+        else:
+            read += nbytes(parameter.shape)
+    return min(read, nbytes(parameter.shape))
+
+
+def _kind(computation: Computation, one: Instruction) -> str | None:
+    """Return the kind of an instruction's work, by which a profile has its seconds; None: free."""
+    opcode = one.opcode
+    if opcode in FUNCTIONS:
+        return FUNCTIONS[opcode]
+    if opcode in _FREE:
+        return None
+    if opcode == "convert":
+        narrows = arrays(one.shape)[0][0] == "bf16"
+        return "to_bfloat16" if narrows else None
+    if opcode in ("copy", "transpose"):
+        return _kind_of_move(computation, one)
+    if opcode in ("reduce", "reduce-window"):
+        return "reduce"
+    return "arithmetic"
+
+
+def _kind_of_move(computation: Computation, one: Instruction) -> str | None:
+    """Return "transposed" if neighbours in the result are not neighbours in the operand."""
+    shapes = computation.operand_shapes(one)
+    if not shapes:
+        return None
+    minor, source_minor = _minor(one.shape), _minor(shapes[0])
+    if minor is None or source_minor is None:
+        return None
+    if one.opcode == "transpose" and (found := _DIMENSIONS.search(one.rest)):
+        minor = [int(index) for index in found[1].split(",")][minor]
+    if minor == source_minor:
+        return None
+    _, sizes = arrays(shapes[0])[0]
+    return "transposed" if sizes[source_minor] % _ALIASED else "transposed_aliased"
+
+
+def _minor(shape: str) -> int | None:
+    """Return the dimension whose elements are neighbours in memory; None of a scalar."""
+    found = _LAYOUT.search(shape)
+    return int(found[1].split(",")[0]) if found else None
+
+
+def _computed(computation: Computation, one: Instruction) -> int:
+    """Return the number of elements that an instruction computes; of a reduction, that it reads."""
+    shapes = computation.operand_shapes(one)
+    if one.opcode in ("reduce", "reduce-window") and shapes:
+        return _count(shapes[0])
+    if one.opcode == "sort":
+        size = _count(shapes[0]) if shapes else 0
+        return round(size * math.log2(max(2, size)))
+    if one.opcode == "scatter" and shapes:
+        return _count(shapes[-1])  # the updates
+    return _count(one.shape)
+
+
+def _count(shape: str) -> int:
+    return sum(math.prod(sizes) for _, sizes in arrays(shape))
+
+
+def _item_bytes(shape: str) -> int:
+    return max(1, item_bits(arrays(shape)[0][0]) // 8)
+
+
+def _sorted(elements: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(elements.items()))

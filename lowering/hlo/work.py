@@ -1,0 +1,171 @@
+"""Work of a compiled CPU program: what its instructions multiply, compute and move in a step.
+
+XLA:CPU runs one kernel for each instruction of the optimized program: a matrix product, a loop over
+the elements of a fusion, a copy. Their sizes are the quantities of the CPU's time model; a profile
+of the machine has the seconds of each (`graphtrain doctor --measure`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowering.hlo.collectives import COLLECTIVE_OPS
+from lowering.hlo.loop_work import LoopWork, fused_work, plain_work
+from lowering.hlo.text import Computation, HloModule, Instruction, arrays, parse
+from lowering.hlo.trip_counts import trip_count
+
+# Instructions without a kernel.
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "after-all",
+    "partition-id", "replica-id",
+}  # fmt: skip
+_PARTITIONS = re.compile(r'"outer_dimension_partitions":\[([^\]]*)\]')
+_INTEGER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product on one device: `batch` products of rows x summed with summed x columns."""
+
+    batch: int
+    rows: int
+    summed: int
+    columns: int
+    dtype: str  # of the operands, as in HLO: bf16, f32, s8
+
+    @property
+    def flops(self) -> float:
+        """Operations; a multiply-add counts as two."""
+        return 2.0 * self.batch * self.rows * self.summed * self.columns
+
+
+@dataclass(frozen=True)
+class ProgramWork:
+    """Work of one device in one step, with the trip counts of loops included."""
+
+    products: Mapping[Product, int]  # executions
+    loops: Mapping[LoopWork, int]
+    launches: int  # kernels started, without collectives
+    iterations: int  # of while loops
+    arrays: int  # inputs and outputs of the program
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the fields as JSON."""
+        return {
+            "products": [[count, *vars(one).values()] for one, count in self.products.items()],
+            "loops": [one.to_record() | {"count": count} for one, count in self.loops.items()],
+            "launches": self.launches,
+            "iterations": self.iterations,
+            "arrays": self.arrays,
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> ProgramWork:
+        """Return the work that a compiled program's record contains."""
+        return cls(
+            {Product(*sizes): count for count, *sizes in record["products"]},
+            {LoopWork.from_record(loop): loop["count"] for loop in record["loops"]},
+            record["launches"],
+            record["iterations"],
+            record["arrays"],
+        )
+
+
+def read_work(text: str) -> ProgramWork:
+    """Read the work of an optimized program, as `compiled.as_text()` returns it on a CPU.
+
+    A loop whose trip count is unknown counts once, and a conditional as its first branch.
+    """
+    module = parse(text)
+    reader = _Reader(module)
+    reader.visit(module.entry, 1)
+    entry = module.computations[module.entry]
+    inputs = sum(one.opcode == "parameter" for one in entry.instructions.values())
+    outputs = len(entry.instructions[entry.root].operands)
+    return ProgramWork(
+        dict(reader.products),
+        dict(reader.loops),
+        reader.launches,
+        reader.iterations,
+        inputs + outputs,
+    )
+
+
+class _Reader:
+    """Sums of what computations do, each as often as it is executed."""
+
+    def __init__(self, module: HloModule) -> None:
+        self.module = module
+        self.products: Counter[Product] = Counter()
+        self.loops: Counter[LoopWork] = Counter()
+        self.launches = self.iterations = 0
+
+    def visit(self, name: str, times: int) -> None:
+        """Add what `times` executions of a computation do."""
+        computation = self.module.computations[name]
+        for instruction in computation.instructions.values():
+            opcode = instruction.opcode
+            if opcode == "while":
+                trips = trip_count(self.module, computation, instruction) or 1
+                self.iterations += times * trips
+                self.visit(instruction.attribute("body") or "", times * trips)
+            elif opcode in ("call", "conditional"):
+                if called := next(_called(instruction), None):
+                    self.visit(called, times)
+            elif opcode not in _FREE and opcode.removesuffix("-start") not in COLLECTIVE_OPS:
+                self.launches += times
+                self._add(computation, instruction, times)
+
+    def _add(self, computation: Computation, instruction: Instruction, times: int) -> None:
+        fused = self.module.computations.get(instruction.attribute("calls") or "")
+        inner = computation if fused is None else fused
+        contained = [instruction] if fused is None else [*fused.instructions.values()]
+        products = [product(inner, one) for one in contained if one.opcode == "dot"]
+        for each in products:
+            self.products[each] += times
+        if not products:
+            partitions = _partitions(instruction)
+            if fused is not None:
+                loop = fused_work(fused, partitions)
+            else:
+                loop = plain_work(computation, instruction, partitions)
+            self.loops[loop] += times
+
+
+def _called(instruction: Instruction) -> Iterator[str]:
+    """Yield the computations that a call runs, or one of which a conditional runs."""
+    if called := instruction.attribute("to_apply"):
+        yield called
+    yield from instruction.computations("branch_computations")
+    if called := instruction.attribute("true_computation"):
+        yield called
+
+
+def _partitions(instruction: Instruction) -> int:
+    """Return the number of threads among which a kernel is divided; XLA's own kernels are not."""
+    found = _PARTITIONS.search(instruction.rest)
+    return math.prod(map(int, _INTEGER.findall(found[1]))) if found else 1
+
+
+def product(computation: Computation, dot: Instruction) -> Product:
+    """Return the sizes of a matrix product."""
+    (left_dtype, left), (_, right) = (arrays(one)[0] for one in computation.operand_shapes(dot))
+    batch = math.prod(left[index] for index in _dimensions(dot, "lhs_batch_dims"))
+    summed = math.prod(left[index] for index in _dimensions(dot, "lhs_contracting_dims"))
+    return Product(
+        batch=batch,
+        rows=math.prod(left) // max(1, batch * summed),
+        summed=summed,
+        columns=math.prod(right) // max(1, batch * summed),
+        dtype=left_dtype,
+    )
+
+
+def _dimensions(dot: Instruction, name: str) -> list[int]:
+    found = re.search(rf"{name}=\{{([\d,]*)\}}", dot.rest)
+    return [int(index) for index in _INTEGER.findall(found[1])] if found else []

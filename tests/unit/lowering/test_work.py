@@ -1,0 +1,88 @@
+"""Work of a compiled CPU program: products, loops, launches, with trip counts."""
+
+import json
+
+from lowering.hlo.loop_work import LoopWork
+from lowering.hlo.work import Product, ProgramWork, read_work
+
+PROGRAM = """\
+HloModule jit_train, is_scheduled=true
+
+%fused_update (p0: f32[4,8,16], p1: f32[8,16], p2: s32[]) -> f32[4,8,16] {
+  %p0 = f32[4,8,16]{2,1,0} parameter(0)
+  %p1 = f32[8,16]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %exp = f32[8,16]{1,0} exponential(%p1)
+  %row = f32[1,8,16]{2,1,0} bitcast(%exp)
+  ROOT %updated = f32[4,8,16]{2,1,0} dynamic-update-slice(%p0, %row, %p2, %zero, %zero)
+}
+
+%fused_transpose (p0: f32[4,8,256], p1: s32[]) -> bf16[256,8] {
+  %p0 = f32[4,8,256]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %slice = f32[1,8,256]{2,1,0} dynamic-slice(%p0, %p1, %zero, %zero), dynamic_slice_sizes={1,8,256}
+  %narrow = bf16[1,8,256]{2,1,0} convert(%slice)
+  %flat = bf16[8,256]{1,0} bitcast(%narrow)
+  %turned = bf16[256,8]{0,1} transpose(%flat), dimensions={1,0}
+  ROOT %copied = bf16[256,8]{1,0} copy(%turned)
+}
+
+%fused_dot (p0: bf16[8,256], p1: bf16[256,32]) -> f32[8,32] {
+  %p0 = bf16[8,256]{1,0} parameter(0)
+  %p1 = bf16[256,32]{1,0} parameter(1)
+  ROOT %dot = f32[8,32]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (state: (s32[], f32[4,8,16], f32[8,16])) -> (s32[], f32[4,8,16], f32[8,16]) {
+  %state = (s32[], f32[4,8,16]{2,1,0}, f32[8,16]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %stack = f32[4,8,16]{2,1,0} get-tuple-element(%state), index=1
+  %x = f32[8,16]{1,0} get-tuple-element(%state), index=2
+  %new = f32[4,8,16]{2,1,0} fusion(%stack, %x, %i), kind=kLoop, calls=%fused_update, \
+backend_config={"outer_dimension_partitions":["2","2"]}
+  ROOT %next = (s32[], f32[4,8,16]{2,1,0}, f32[8,16]{1,0}) tuple(%i, %new, %x)
+}
+
+%condition (state: (s32[], f32[4,8,16], f32[8,16])) -> pred[] {
+  %state = (s32[], f32[4,8,16]{2,1,0}, f32[8,16]{1,0}) parameter(0)
+  ROOT %more = pred[] constant(true)
+}
+
+ENTRY %main (a: bf16[8,256], b: bf16[256,32], c: f32[4,8,256]) -> (f32[8,32], bf16[256,8]) {
+  %a = bf16[8,256]{1,0} parameter(0)
+  %b = bf16[256,32]{1,0} parameter(1)
+  %c = f32[4,8,256]{2,1,0} parameter(2)
+  %i = s32[] constant(1)
+  %start = (s32[], f32[4,8,16]{2,1,0}, f32[8,16]{1,0}) tuple(%i)
+  %loop = (s32[], f32[4,8,16]{2,1,0}, f32[8,16]{1,0}) while(%start), condition=%condition, \
+body=%body, backend_config={"known_trip_count":{"n":"4"}}
+  %product = f32[8,32]{1,0} fusion(%a, %b), kind=kCustom, calls=%fused_dot
+  %turned = bf16[256,8]{1,0} fusion(%c, %i), kind=kLoop, calls=%fused_transpose
+  ROOT %result = (f32[8,32]{1,0}, bf16[256,8]{1,0}) tuple(%product, %turned)
+}
+"""
+
+
+def test_products_are_counted_with_their_sizes():
+    assert read_work(PROGRAM).products == {Product(1, 8, 256, 32, "bf16"): 1}
+
+
+def test_a_loop_counts_as_often_as_it_runs_and_an_update_in_place_with_the_update_alone():
+    update = LoopWork(bytes=2 * 8 * 16 * 4 + 4, elements=(("exp", 128),), partitions=4)
+    work = read_work(PROGRAM)
+    assert work.loops[update] == work.iterations == 4
+    assert work.launches == 4 + 2
+
+
+def test_a_slice_that_is_transposed_counts_with_what_is_read_of_its_array():
+    elements = (("to_bfloat16", 2048), ("transposed_aliased", 2048))  # rows of 256
+    turned = LoopWork(bytes=2048 * (4 + 2) + 4, elements=elements, partitions=1)
+    assert read_work(PROGRAM).loops[turned] == 1
+
+
+def test_a_record_has_the_whole_work():
+    work = read_work(PROGRAM)
+    assert ProgramWork.from_record(json.loads(json.dumps(work.to_record()))) == work
+    assert work.arrays == 3 + 2

@@ -1,0 +1,182 @@
+"""Profiles of machines: stored, read by plans of the same machine alone, refused if damaged."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from graphtrain.api.measuring import machine
+from graphtrain.api.measuring.report import lines
+from graphtrain.cli.doctor import command
+from graphtrain.cost_model.machine_profile import (
+    Measured,
+    MeasuredCollective,
+    MeasuredFunction,
+    MeasuredProduct,
+    MeasuredStream,
+    profile_of_this_machine,
+    read_profiles,
+    store_profile,
+    this_machine,
+)
+from graphtrain.cost_model.measured_time import (
+    collective_seconds,
+    loop_seconds,
+    measured_time,
+    product_seconds,
+)
+from graphtrain.cost_model.profiled_time import with_profile
+from graphtrain.errors import PlanError
+from graphtrain.planning.assess import estimate
+from lowering.hlo.collectives import Collective
+from lowering.hlo.loop_work import LoopWork
+from lowering.hlo.work import Product, ProgramWork
+
+
+def product(seconds, *sizes):
+    return MeasuredProduct(seconds, 0.0, "bf16", *sizes)
+
+
+def made_up(**changes):
+    """Return a profile of this machine with round numbers."""
+    measured = {
+        "measured_at": "2026-01-02T03:04:05+00:00",
+        "products": (product(1e-3, 1, 512, 512, 512), product(8e-3, 1, 1024, 1024, 1024)),
+        "memory": (
+            MeasuredStream(1e-6, 0.0, "copy", 10**5),
+            MeasuredStream(1e-3, 0.0, "copy", 10**7),
+        ),
+        "functions": (
+            MeasuredFunction(1e-11, 0.0, "arithmetic", 1000),
+            MeasuredFunction(1e-9, 0.0, "exp", 1000),
+        ),
+        "overheads": dict.fromkeys(("launch", "iteration", "step", "array"), Measured(1e-6, 0.0)),
+        "collectives": (
+            MeasuredCollective(1e-5, 0.0, "all-reduce", 2, 1000),
+            MeasuredCollective(2e-5, 0.0, "all-reduce", 2, 2000),
+        ),
+    }
+    return replace(this_machine(**measured), cores=2, **changes)
+
+
+WORK = ProgramWork(
+    products={Product(1, 512, 512, 512, "bf16"): 10},
+    loops={LoopWork(10**7, (("exp", 1000),), 1): 2},
+    launches=12,
+    iterations=0,
+    arrays=8,
+)
+SENT = Collective("all-reduce", ("data",), 2, count=3, bytes=1000)
+
+
+def test_a_stored_profile_is_read_again_and_replaces_an_earlier_one(tmp_path):
+    path = tmp_path / "machine-profiles.json"
+    other = made_up(processor="another")
+    for profile in (other, made_up(), made_up(busy=0.05)):
+        store_profile(path, profile)
+    assert read_profiles(path) == (other, made_up(busy=0.05))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"processor": "Other 9000"}, "another processor: Other 9000"),
+        ({"features": "0"}, "other instructions"),
+        ({"cores": 3}, "3 cores, this process has"),
+        ({"versions": {"jax": "0.1", "jaxlib": "0.1"}}, "jax 0.1, this is"),
+    ],
+)
+def test_a_profile_of_another_machine_is_not_used_and_says_why(tmp_path, change, reason):
+    path = tmp_path / "machine-profiles.json"
+    here = this_machine()
+    store_profile(path, replace(made_up(), **({"cores": here.cores} | change)))
+    profile, why = profile_of_this_machine(path)
+    assert profile is None and reason in why
+
+
+def test_a_damaged_file_is_an_error_that_names_the_entry(tmp_path):
+    path = tmp_path / "machine-profiles.json"
+    store_profile(path, made_up())
+    document = json.loads(path.read_text())
+    document["profiles"][0]["products"][0]["seconds"] = -1
+    path.write_text(json.dumps(document))
+    with pytest.raises(PlanError, match=r"profiles\.0\.products\.0\.seconds"):
+        read_profiles(path)
+    path.write_text(json.dumps(document | {"graphtrain_machine_profiles": 2, "profiles": []}))
+    with pytest.raises(PlanError, match="version 2"):
+        read_profiles(path)
+
+
+def test_a_measured_product_takes_what_was_measured_and_a_similar_one_its_rate():
+    profile = made_up()
+    assert product_seconds(Product(1, 512, 512, 512, "bf16"), profile) == pytest.approx(1e-3, 1e-6)
+    twice = product_seconds(Product(1, 512, 512, 1024, "bf16"), profile)
+    assert twice == pytest.approx(2e-3)  # both measured rates are equal
+    with pytest.raises(KeyError, match="f64"):
+        product_seconds(Product(1, 8, 8, 8, "f64"), profile)
+
+
+def test_a_loop_takes_as_long_as_its_memory_or_its_functions():
+    profile = made_up()
+    assert loop_seconds(LoopWork(10**7, (("exp", 1000),), 1), profile) == pytest.approx(1e-3)
+    assert loop_seconds(LoopWork(1000, (("exp", 10**6),), 1), profile) == pytest.approx(1e-3)
+    between = loop_seconds(LoopWork(10**6, (), 1), profile)
+    assert between == pytest.approx(10**6 * (1e-11 + 1e-10) / 2)
+
+
+def test_a_collective_is_linear_between_measured_sizes_and_beyond():
+    profile = made_up()
+    for size, seconds in ((10, 1e-5), (1500, 1.5e-5), (4000, 4e-5)):
+        one = Collective("all-reduce", ("data",), 2, count=1, bytes=size)
+        assert collective_seconds(one, profile) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("devices", "cores_busy"), [(1, 1), (2, 2), (4, 2)])
+def test_devices_share_the_cores(devices, cores_busy):
+    time = measured_time(WORK, [SENT], made_up(), devices)
+    assert time.products.processor == pytest.approx(devices * 10e-3)
+    assert time.products.clock == pytest.approx(devices * 10e-3 / 2)  # on all cores in any case
+    assert time.loops.processor == pytest.approx(devices * 2e-3)
+    assert time.loops.clock == pytest.approx(devices * 2e-3 / cores_busy)
+    assert time.communication["data"].processor == pytest.approx(devices * 3e-5)
+    parts = time.products, time.loops, time.overheads, time.communication["data"]
+    assert time.total.processor == pytest.approx(sum(part.processor for part in parts))
+
+
+def test_a_plan_uses_the_profile_of_this_machine_and_says_when_it_was_measured(
+    vary, tmp_path, monkeypatch
+):
+    program = vary(["program.target=cpu:2"])
+    without = estimate(program).time
+    record = {"work": WORK.to_record()}
+    monkeypatch.chdir(tmp_path)
+    assert "doctor --measure" in with_profile(without, program, [SENT], record).profile_note
+    store_profile(
+        tmp_path / "machine-profiles.json", replace(made_up(), cores=this_machine().cores)
+    )
+    time = with_profile(without, program, [SENT], record)
+    assert time.is_complete and time.measured and not time.profile_note
+    assert time.total == pytest.approx(time.measured.total.clock)
+    assert time.measured.source.startswith("measured on 2026-01-02")
+    assert "compiled step" in with_profile(without, program, [SENT], None).profile_note
+    processes = vary(["program.target=cpu:2x1"])
+    assert "between processes" in with_profile(without, processes, [], record).profile_note
+    accelerator = vary(["program.target=h100:2"])
+    assert with_profile(without, accelerator, [], record) is without
+
+
+def test_a_busy_machine_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "used_by_others", lambda: 0.4)
+    result = CliRunner().invoke(command, ["--measure"])
+    assert isinstance(result.exception, PlanError)
+    assert "other processes use 40% of the cores" in str(result.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_number_is_printed_with_its_spread_and_how_it_was_measured():
+    printed = "\n".join(lines(made_up()))
+    assert "bf16 1 x 512 x 512 x 512: 268 GFLOP/s, spread 0%" in printed
+    assert "matrix products of JAX arrays" in printed and "exp: 1 ns" in printed
+    assert "all-reduce over 2, 0.001 MB: 10 us" in printed
