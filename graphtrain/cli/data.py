@@ -233,8 +233,20 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
 @command.command()
 @_files_options
 @click.option("--output", required=True, type=_PATH, help="Directory for the datasets.")
+@click.option("--tokenizer", help="Tokenizer of the model to fine-tune, as in prepare.")
 @click.option(
-    "--tokenizer", required=True, help="Tokenizer of the model to fine-tune, as in prepare."
+    "--processor",
+    type=_PATH,
+    metavar="FOLDER",
+    help="Folder of a model of text and images, in place of --tokenizer: its tokenizer, chat "
+    "template and image processor, for records with images.",
+)
+@click.option(
+    "--image-size",
+    type=(click.IntRange(min=1), click.IntRange(min=1)),
+    metavar="HEIGHT WIDTH",
+    help="Pixels of every image, whatever its aspect ratio. [default: what the processor makes of "
+    "the first one, and of all others]",
 )
 @click.option(
     "--chat-template",
@@ -273,16 +285,32 @@ def prepare(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: 
 )
 @_replace_option
 @_worker_options
-def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings: Any) -> None:
+def instruct(
+    inputs: tuple[Path, ...],
+    output: Path,
+    tokenizer: str | None,
+    processor: Path | None,
+    image_size: tuple[int, int] | None,
+    **settings: Any,
+) -> None:
     """Tokenize conversations, or pairs of a chosen and a rejected answer, into datasets.
 
     Each dataset also stores a loss mask: by default only the answers are trained on. INPUTS are
     files that `prepare` reads, and JSON arrays. If it is interrupted, the same command resumes.
     """
-    from graphtrain.data.prepare.instructions import instruct as instruct_data
-
+    if (tokenizer is None) == (processor is None):
+        raise click.UsageError("give --tokenizer, or --processor for records with images")
     with progress() as report:
-        datasets = instruct_data(inputs, output, tokenizer, report=report, **settings)
+        if processor is not None:
+            datasets = _instruct_images(
+                inputs, output, processor, image_size=image_size, report=report, **settings
+            )
+        elif image_size is not None:
+            raise click.UsageError("--image-size needs --processor")
+        else:
+            from graphtrain.data.prepare.instructions import instruct as instruct_data
+
+            datasets = instruct_data(inputs, output, tokenizer or "", report=report, **settings)
     _print_splits(datasets, output, _conversations)
     if datasets.skipped_records:
         were = "was" if datasets.skipped_records == 1 else "were"
@@ -297,6 +325,19 @@ def instruct(inputs: tuple[Path, ...], output: Path, tokenizer: str, **settings:
             f"the tokenizer has no token for {', '.join(datasets.spelled_out)} of the chat "
             "template; encoded as ordinary text"
         )
+
+
+def _instruct_images(
+    *arguments: Any, format: str = "auto", ray: str | None = None, **settings: Any
+) -> Any:
+    """Prepare conversations with images, which have one format and are read on this machine."""
+    from graphtrain.data.prepare.image_instructions import instruct_images
+
+    if format not in ("auto", "messages"):
+        raise click.UsageError(f"--format {format}: records with images have the format messages")
+    if ray is not None:
+        raise click.UsageError("--ray: images are read by worker processes of this machine")
+    return instruct_images(*arguments, **settings)
 
 
 def _print_splits(datasets: Any, output: Path, describe: Callable[[Any], str]) -> None:
@@ -331,7 +372,10 @@ def _conversations(split: Any) -> str:
         if conversations.pairs
         else counted(split.documents, "conversation")
     )
-    return f"{count}, {counted(split.tokens, 'token')}, {conversations.learned} of them trained on"
+    text = f"{count}, {counted(split.tokens, 'token')}, {conversations.learned} of them trained on"
+    if (images := split.images) is None:
+        return text
+    return f"{text}, {counted(images.count, 'image')} of {images.height} x {images.width} pixels"
 
 
 @command.command()

@@ -8,6 +8,7 @@ from sharding_rules.errors import UserError
 
 # Top-level module: name of its package, and the extra in pyproject.toml that installs it.
 _PACKAGES = {
+    "PIL": ("Pillow", "vision"),
     "backports": ("backports.zstd", "data"),
     "datasets": ("datasets", "hub"),
     "jax_plugins": ("XLA's compiler for GPUs", "gpu"),

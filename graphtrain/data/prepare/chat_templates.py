@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from graphtrain.data.prepare.conversations import Conversation, Message
+from graphtrain.data.prepare.image_messages import content_text
 from graphtrain.data.tokenizers.protocol import Tokenizer, chat_template_of_config
 from graphtrain.errors import DataError
 from lowering.machine.extras import optional_import
@@ -118,7 +119,7 @@ class Template:
         messages = conversation.messages
         prompt = self._text(conversation, messages[:index], ask=True)
         up_to_answer = self._text(conversation, messages[: index + 1])
-        content = messages[index]["content"].strip()
+        content = content_text(messages[index]).strip()
         start, content_start = len(prompt), rendered.find(content, len(prompt))
         content_start_alone = up_to_answer.find(content, start)
         if (
@@ -145,7 +146,7 @@ class Template:
     def _text(
         self, conversation: Conversation, messages: tuple[Message, ...], ask: bool = False
     ) -> str:
-        if any(mark in message["content"] for message in messages for mark in (_BEGIN, _END)):
+        if any(mark in content_text(message) for message in messages for mark in (_BEGIN, _END)):
             raise _TemplateError("contains U+FDD0 or U+FDD1, which are not Unicode characters")
         try:
             return _rendered(

@@ -256,7 +256,9 @@ def _content(content: Any, location: str, name: str, may_be_absent: bool) -> str
     if isinstance(content, list):  # OpenAI content parts
         texts = [item.get("text") if isinstance(item, dict) else None for item in content]
         if not all(isinstance(text, str) for text in texts):
-            raise _RecordError(f"{location}: {name!r} has a part that is not text")
+            raise _RecordError(
+                f"{location}: {name!r} has a part that is not text; images need --processor FOLDER"
+            )
         return "".join(texts)  # type: ignore[arg-type]
     if content is None and may_be_absent:
         return ""

@@ -165,7 +165,7 @@ class ConversationEncoder:
         encoded = self.tokenizer.encode_with_offsets([document.text for document in rendered])
         for document, tokens in zip(rendered, encoded, strict=True):
             spans = np.array(tokens.spans(document.spans), np.int32).reshape(-1)
-            with_bos, spans = self._begin(tokens.tokens, spans)
+            with_bos, spans = begin_document(tokens.tokens, spans, self.making, self.tokenizer)
             documents.append(with_bos if len(spans) else with_bos[:0])
             learned.append(spans)
         if self.making.pairs:
@@ -178,15 +178,6 @@ class ConversationEncoder:
             np.array(list(map(len, learned))),
         )
 
-    def _begin(self, tokens: np.ndarray, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Add or remove BOS before the text of the template, as --bos and --no-bos ask."""
-        bos, prefix = self.making.bos, self.making.prefix(self.tokenizer)
-        if bos is None or not prefix or begins_with(tokens, prefix) == bos:
-            return tokens, spans
-        if bos:
-            return np.concatenate([np.array(prefix, np.int32), tokens]), spans + len(prefix)
-        return tokens[len(prefix) :], np.maximum(spans - len(prefix), 0)
-
     def _rendered(self, record: Any, location: str) -> list[Rendered]:
         conversations = read_conversations(record, self.making.format, location)
         if len(conversations) != self.making.documents:
@@ -198,6 +189,28 @@ class ConversationEncoder:
             )
         render, train_on = self.making.template.render, self.making.train_on
         return [render(conversation, train_on, location) for conversation in conversations]
+
+
+def begin_document(
+    tokens: np.ndarray, spans: np.ndarray, making: InstructionEncoder, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """Add or remove BOS before the text of the template, as --bos and --no-bos ask.
+
+    Args:
+        tokens: Tokens of the text.
+        spans: Begin and end of the spans to train on.
+        making: Says what is asked.
+        tokenizer: Has the BOS.
+
+    Returns:
+        The tokens and the spans.
+    """
+    bos, prefix = making.bos, making.prefix(tokenizer)
+    if bos is None or not prefix or begins_with(tokens, prefix) == bos:
+        return tokens, spans
+    if bos:
+        return np.concatenate([np.array(prefix, np.int32), tokens]), spans + len(prefix)
+    return tokens[len(prefix) :], np.maximum(spans - len(prefix), 0)
 
 
 def _drop_incomplete_pairs(documents: list[np.ndarray], learned: list[np.ndarray]) -> None:

@@ -19,7 +19,7 @@ from sharding_rules.documents import read_json
 _FORMAT = 2  # version of the output of prepare; increase it when equal requests give other files
 _TRAINED_PREFIX = "sentencepiece:"
 # Fields that older manifests omit, with the value that they had.
-_ADDED_FIELDS = {"bos": None, "split_by": "documents", "validation_files": 0}
+_ADDED_FIELDS = {"bos": None, "split_by": "documents", "validation_files": 0, "images": None}
 _MANIFEST = "manifest.json"
 # How a field of a request is called in a message.
 _WORDS = {
@@ -33,6 +33,7 @@ _WORDS = {
     "split_by": "--split",
     "validation_files": "--validation-from",
     "conversations": "the chat template, --format or --train-on",
+    "images": "the images, --processor or --image-size",
     "format": "the version of graphtrain",
 }
 
@@ -56,6 +57,7 @@ class PrepareRequest:
     bos: bool | None = None  # None: as the tokenizer does by itself
     split_by: str = "documents"
     validation_files: int = 0
+    images: tuple[str, ...] | None = None  # digests of them and of the processor, their size
     format: int = _FORMAT
 
     @classmethod
@@ -67,6 +69,7 @@ class PrepareRequest:
         append_eod: bool,
         eod: str | None,
         conversations: tuple[str, ...] | None = None,
+        images: tuple[str, ...] | None = None,
     ) -> "PrepareRequest":
         """Build a request with the digests of the files, the tokenizer and the hooks.
 
@@ -91,6 +94,7 @@ class PrepareRequest:
             split_by=corpus.split_by,
             validation_files=corpus.validation_files,
             conversations=conversations,
+            images=images,
         )
 
 

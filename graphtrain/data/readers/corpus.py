@@ -70,6 +70,7 @@ class Corpus:
     seed: int = 0
     split_by: SplitBy = "documents"
     validation_files: int = 0
+    group_bytes: int | None = None  # approximate bytes of the records of a chunk; None: a megabyte
 
     @classmethod
     def from_inputs(
@@ -226,7 +227,8 @@ class Corpus:
         if path.suffix in tables.TABLE_SUFFIXES:
             open_file(path).close()  # reports a missing file in the same words as for other formats
             return tables.read_rows(path, self.keys, start)
-        return read_lines(path, self.text_document if is_text(path) else "line", start)
+        document: TextDocument = self.text_document if is_text(path) else "line"
+        return read_lines(path, document, start, self.group_bytes)
 
 
 def _data_files(inputs: Sequence[str | Path]) -> list[Path]:
@@ -278,7 +280,12 @@ def _parsed(line: bytes, keys: Sequence[str], location: str) -> dict[str, Any]:
 def _text(document: dict[str, Any], key: str, location: str) -> str:
     if key not in document:
         keys = ", ".join(map(repr, list(document)[:5])) or "nothing"
-        raise DataError(f"{location}: no key {key!r}, only {keys}; choose a key with --key")
+        remedy = (
+            "prepare conversations with graphtrain data instruct"
+            if "messages" in document
+            else "choose a key with --key"
+        )
+        raise DataError(f"{location}: no key {key!r}, only {keys}; {remedy}")
     text = document[key]
     if not isinstance(text, str):
         raise DataError(f"{location}: {key!r} is not a string but {type(text).__name__}")

@@ -23,10 +23,13 @@ from lowering.machine.extras import missing_extra
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 
 
-def read_lines(path: Path, document: TextDocument, start: FilePosition) -> Iterator[RecordGroup]:
+def read_lines(
+    path: Path, document: TextDocument, start: FilePosition, group_bytes: int | None = None
+) -> Iterator[RecordGroup]:
     """Yield the documents of a file from a place on; blank ones are skipped.
 
     With document = "line", the file may also be one JSON array, whose elements are the documents.
+    Groups have about `group_bytes` bytes; None: the usual number.
 
     Raises:
         DataError: the file does not exist, or is not compressed as its suffix says.
@@ -37,13 +40,13 @@ def read_lines(path: Path, document: TextDocument, start: FilePosition) -> Itera
         is_array = document == "line" and is_json_array(file)
         file.seek(start.offset)
         if document == "line" and is_array:
-            groups = group_records(array_items(path, file, raw, start))
+            groups = group_records(array_items(path, file, raw, start), group_bytes)
         elif document == "line":
-            groups = _lines(file, raw, start)
+            groups = _lines(file, raw, start, group_bytes or records.GROUP_BYTES)
         elif document == "paragraph":
-            groups = group_records(_paragraphs(file, raw, start))
+            groups = group_records(_paragraphs(file, raw, start), group_bytes)
         else:
-            groups = group_records(_entire_file(file, raw, start))
+            groups = group_records(_entire_file(file, raw, start), group_bytes)
         for group in groups:
             file_position = group.next_position
             yield group
@@ -93,9 +96,11 @@ def _decompression_errors(path: Path, current_position: Any) -> Iterator[None]:
         ) from None
 
 
-def _lines(file: Any, raw: BinaryIO, start: FilePosition) -> Iterator[RecordGroup]:
+def _lines(
+    file: Any, raw: BinaryIO, start: FilePosition, group_bytes: int
+) -> Iterator[RecordGroup]:
     offset, line_number = start
-    while group := file.readlines(records.GROUP_BYTES):
+    while group := file.readlines(group_bytes):
         numbered_lines = [(line_number + i, line) for i, line in enumerate(group) if line.strip()]
         line_number += len(group)
         offset += sum(map(len, group))

@@ -41,14 +41,17 @@ class LocatedRecord(NamedTuple):
     read: int
 
 
-def group_records(items: Iterable[LocatedRecord]) -> Iterator[RecordGroup]:
-    """Collect single records into groups of about GROUP_BYTES bytes."""
+def group_records(
+    items: Iterable[LocatedRecord], group_bytes: int | None = None
+) -> Iterator[RecordGroup]:
+    """Collect single records into groups of about `group_bytes` bytes; None: of GROUP_BYTES."""
+    group_bytes = group_bytes or GROUP_BYTES
     pending: list[LocatedRecord] = []
     size = 0
     for item in items:
         pending.append(item)
         size += _size(item.record)
-        if size >= GROUP_BYTES:
+        if size >= group_bytes:
             yield _group(pending)
             pending, size = [], 0
     if pending:

@@ -1,0 +1,355 @@
+"""Conversations with images: tokens and pixels are those of transformers' own processor."""
+
+import json
+import pickle
+import shutil
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from graphtrain.cli.data import command
+from graphtrain.data.indexed.dataset import IndexedDataset
+from graphtrain.data.indexed.description import read_description
+from graphtrain.data.indexed.images import ImageFiles
+from graphtrain.data.indexed.loss_spans import LossSpans
+from graphtrain.data.indexed.verify import verify
+from graphtrain.data.prepare.image_instructions import instruct_images
+from graphtrain.errors import DataError
+from tests.extras.data.image_folders import PATCH, chat, write_images, write_llava, write_qwen
+
+WRITERS = {"llava": write_llava, "qwen2_5_vl": write_qwen}
+SIZES = [(20, 30), (12, 12), (24, 40), (30, 50), (9, 15)]
+
+
+@pytest.fixture(scope="module", params=list(WRITERS))
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Folders of both models."""
+    return tmp_path_factory.mktemp("folders")
+
+
+@pytest.fixture(scope="module")
+def processor(root, kind):
+    return WRITERS[kind](root / kind)
+
+
+@pytest.fixture(scope="module")
+def pictures(root):
+    return write_images(root / "pictures", SIZES)
+
+
+@pytest.fixture(scope="module")
+def records(pictures):
+    """Records with none, one or two images, of which one has two answers."""
+    first, second, third, fourth, fifth = pictures
+    two = chat("And which is red?", "The first one.", third, fourth)["messages"]
+    return [
+        chat("What is it?", "A line.", first),
+        chat("What is below?", "A red square.", second, third),
+        chat("What is 1 + 1?", "It is 2."),
+        {"messages": [*chat("Look.", "I do.", fifth)["messages"], *two]},
+    ]
+
+
+def write_records(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def with_absolute_paths(record, root):
+    text = json.dumps(record).replace('"path": "', f'"path": "{root}/')
+    return json.loads(text)["messages"]
+
+
+def reference_of(processor, record, root):
+    """Return what transformers makes of a record, its images of the wanted size already."""
+    return processor.apply_chat_template(
+        with_absolute_paths(record, root), tokenize=True, return_dict=True, return_tensors="np"
+    )
+
+
+def normalized(kind, processor, pixels):
+    """Return pixel_values of uint8 images, (images, height, width, 3), by NumPy."""
+    image_processor = processor.image_processor
+    mean, std = (np.array(getattr(image_processor, name)) for name in ("image_mean", "image_std"))
+    values = (pixels.astype(np.float64) * image_processor.rescale_factor - mean) / std
+    values = values.transpose(0, 3, 1, 2)
+    if kind == "llava":
+        return values
+    # (channel, row, column): blocks of 2 x 2 patches, one after another; each patch in two frames.
+    count, _, height, width = values.shape
+    patches = []
+    for image in range(count):
+        for row in range(0, height, 2 * PATCH):
+            for column in range(0, width, 2 * PATCH):
+                for down, right in ((0, 0), (0, PATCH), (PATCH, 0), (PATCH, PATCH)):
+                    top, left = row + down, column + right
+                    patch = values[image, :, top : top + PATCH, left : left + PATCH]
+                    patches.append(np.repeat(patch[:, None], 2, axis=1).reshape(-1))
+    return np.array(patches)
+
+
+def prepare(root, kind, records, output, **options):
+    path = write_records(root / f"{output.name}.jsonl", records)
+    return instruct_images([path], output, root / kind, validation=0.0, **options)
+
+
+def open_images(prefix):
+    dataset, description = IndexedDataset(prefix), read_description(prefix)
+    return dataset, ImageFiles(dataset, description.images), description
+
+
+def test_tokens_and_pixels_are_those_of_the_processor(root, kind, processor, tmp_path):
+    # Every image has the size that the processor of Qwen2.5-VL keeps, in several aspect ratios.
+    names = write_images(root / "alike", [(24, 40), (25, 39), (26, 41), (22, 38)])
+    records = [
+        chat("What is it?", "A line.", names[0]),
+        chat("What is below?", "A red square.", names[1], names[2]),
+        chat("What is 1 + 1?", "It is 2."),
+        {
+            "messages": [
+                *chat("Look.", "I do.", names[3])["messages"],
+                *chat("And?", "Yes.")["messages"],
+            ]
+        },
+    ]
+    prepare(root, kind, records, tmp_path / "data")
+    dataset, images, description = open_images(tmp_path / "data" / "train")
+    assert len(dataset) == len(records)
+    for number, record in enumerate(records):
+        made = reference_of(processor, record, root)
+        assert dataset.document(number).tolist() == made["input_ids"][0].tolist()
+        pixels = images.of(number)
+        if not len(pixels):
+            assert "pixel_values" not in made
+            continue
+        assert pixels.shape[1:] == ((12, 12, 3) if kind == "llava" else (24, 40, 3))
+        want = made["pixel_values"]
+        got = normalized(kind, processor, pixels)
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    placeholders = 9 if kind == "llava" else 3 * 5
+    assert (description.images.tokens, description.images.count) == (placeholders, 4)
+    assert description.images.token == processor.image_token_id
+    assert verify(tmp_path / "data" / "train")["documents"] == 4
+
+
+@pytest.mark.parametrize("train_on", ["answers", "last", "all"])
+def test_answers_are_trained_on_and_placeholders_never(
+    root, kind, processor, records, tmp_path, train_on
+):
+    prepare(
+        root,
+        kind,
+        records,
+        tmp_path / "data",
+        image_size=(12, 12) if kind == "llava" else (16, 24),
+        train_on=train_on,
+    )
+    dataset, images, _ = open_images(tmp_path / "data" / "train")
+    spans = LossSpans(dataset)
+    tokens = dataset.document(3)
+    mask = spans.mask(3, len(tokens))
+    text = processor.tokenizer.decode(tokens[mask])
+    end = " " if kind == "llava" else "<|im_end|>"
+    if train_on == "all":
+        # The first token is no target.
+        np.testing.assert_array_equal(mask[1:], (tokens != images.settings.token)[1:])
+        assert images.counts[3] == 3
+    else:
+        answers = ["I do.", "The first one."][-1 if train_on == "last" else 0 :]
+        assert text == "".join(answer + end for answer in answers)
+
+
+def test_a_size_that_is_given_holds_for_every_aspect_ratio(root, records, tmp_path):
+    write_qwen(root / "qwen2_5_vl")
+    with pytest.raises(
+        DataError,
+        match=r"line 2: .*pictures/1.jpg: the image processor makes 16 x 16 pixels .* of it, and "
+        r"16 x 32 of the first image; .* give --image-size HEIGHT WIDTH",
+    ):
+        prepare(root, "qwen2_5_vl", records, tmp_path / "own")
+    assert not (tmp_path / "own").exists()
+    prepare(root, "qwen2_5_vl", records, tmp_path / "data", image_size=(16, 24))
+    _, images, _ = open_images(tmp_path / "data" / "train")
+    assert images.counts.tolist() == [1, 2, 0, 3]
+    with Image.open(root / "pictures" / "0.png") as image:
+        resized = np.asarray(image.resize((24, 16), Image.Resampling.BICUBIC))
+    np.testing.assert_array_equal(images.of(0)[0], resized)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("qwen2_5_vl", (17, 24), "--image-size 17 24: .* makes 16 x 24 pixels of an image of 17"),
+        ("llava", (8, 12), "--image-size 8 12: .* makes 12 x 12 pixels of an image of 8 x 12"),
+    ],
+)  # fmt: skip
+def test_a_size_that_the_processor_does_not_keep_is_refused(
+    root, records, tmp_path, name, size, message
+):
+    WRITERS[name](root / name)
+    with pytest.raises(DataError, match=message):
+        prepare(root, name, records, tmp_path / "data", image_size=size)
+
+
+def png_of(width, height):
+    """Return a small PNG whose header says that it has so many pixels."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+
+    def chunk(name, content):
+        checked = name + content
+        return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+    signature = b"\x89PNG\r\n\x1a\n"
+    return (
+        signature
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
+
+
+def save_frames(path):
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    frames[0].save(path, save_all=True, append_images=frames[1:])
+
+
+BROKEN = {
+    "bomb.png": (
+        lambda path: path.write_bytes(png_of(9000, 9000)), "has more than 67 million pixels"),
+    "larger.png": (
+        lambda path: path.write_bytes(png_of(60000, 60000)), "has more than 67 million pixels"),
+    "text.png": (lambda path: path.write_text("no image"), r"cannot be decoded \(cannot identify"),
+    "vector.eps": (
+        lambda path: path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"),
+        "cannot be decoded .*; graphtrain reads BMP"),
+    "cut.png": (
+        lambda path: (Image.effect_noise((64, 64), 90).save(path),
+                      path.write_bytes(path.read_bytes()[:-900])), "cannot be decoded"),
+    "deep.png": (
+        lambda path: Image.fromarray(np.full((8, 8), 4096, np.uint16)).save(path),
+        "has the mode I;16, whose values do not fit into 8 bits"),
+    "moving.gif": (save_frames, "has 2 frames; save one of them"),
+    "thin.png": (lambda path: Image.new("RGB", (900, 4)).save(path), "aspect ratio"),
+    "missing.png": (lambda path: None, "no such file; paths of images are relative to the file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(BROKEN))
+def test_an_image_that_cannot_be_used_is_named_with_its_record(root, tmp_path, name):
+    folder = root / "qwen2_5_vl"
+    if not folder.exists():
+        write_qwen(folder)
+    write, message = BROKEN[name]
+    write(tmp_path / name)
+    Image.new("RGB", (8, 8)).save(tmp_path / "good.png")
+    records = [chat("What?", "It.", "good.png"), chat("And?", "This.", name)]
+    path = write_records(tmp_path / "records.jsonl", records)
+    with pytest.raises(DataError, match=rf"records.jsonl: line 2: .*{name}: .*{message}"):
+        instruct_images([path], tmp_path / "data", folder, validation=0.0, image_size=(8, 8))
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image", "url": "https://a/b.png"}, "an image has a 'url'; save the image"),
+        ({"type": "image", "path": "data:image/png;base64,AA"}, "is not the path of a file"),
+        ({"type": "image", "path": ""}, "an image needs one 'path'"),
+        ({"type": "video", "path": "a.mp4"}, "a part of type 'video'; only text"),
+        (
+            {"type": "text", "text": "<|image_pad|>"},
+            r"has 2 times <\|image_pad\|>, .* has 1 images",
+        ),
+    ],
+)
+def test_a_part_that_cannot_be_prepared_is_named_with_its_record(root, tmp_path, part, message):
+    folder = root / "qwen2_5_vl"
+    if not folder.exists():
+        write_qwen(folder)
+    Image.new("RGB", (8, 8)).save(tmp_path / "good.png")
+    record = chat("What?", "It.", "good.png")
+    record["messages"][0]["content"].append(part)
+    path = write_records(tmp_path / "records.jsonl", [record])
+    with pytest.raises(DataError, match=rf"records.jsonl: line 1: .*{message}"):
+        instruct_images([path], tmp_path / "data", folder, validation=0.0)
+
+
+def test_the_turned_image_of_a_camera_stands_upright_as_in_transformers(root, tmp_path):
+    processor = write_llava(root / "llava")
+    pixels = np.random.default_rng(3).integers(0, 256, (12, 12, 4)).astype(np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotate by 90 degrees
+    Image.fromarray(pixels).save(root / "turned.png", exif=exif)
+    record = chat("What?", "It.", "turned.png")
+    prepare(root, "llava", [record], tmp_path / "data")
+    _, images, _ = open_images(tmp_path / "data" / "train")
+    want = reference_of(processor, record, root)["pixel_values"]
+    np.testing.assert_allclose(normalized("llava", processor, images.of(0)), want, atol=1e-5)
+    np.testing.assert_array_equal(images.of(0)[0], np.rot90(pixels[..., :3], -1))
+
+
+def digests_of(directory):
+    return {
+        path.name: path.read_bytes()
+        for path in directory.iterdir()
+        if path.is_file() and path.name != "manifest.json"
+    }
+
+
+def test_the_command_writes_the_same_in_chunks_and_notices_another_image(
+    root, records, tmp_path, monkeypatch
+):
+    write_qwen(root / "qwen2_5_vl")
+    shutil.copytree(root / "pictures", tmp_path / "pictures")
+    path = write_records(tmp_path / "records.jsonl", records * 5)
+    arguments = [
+        "instruct", str(path), "--processor", str(root / "qwen2_5_vl"), "--image-size", "16", "24",
+        "--validation", "0.3",
+    ]  # fmt: skip
+    run = CliRunner().invoke
+    made = run(command, [*arguments, "--output", str(tmp_path / "one")], catch_exceptions=False)
+    assert "images of 16 x 24 pixels" in made.output and made.exit_code == 0
+    monkeypatch.setattr("graphtrain.data.prepare.image_instructions._GROUP_BYTES", 900)
+    monkeypatch.setattr(
+        "graphtrain.data.prepare.text.encode_chunks",  # as worker processes do
+        lambda chunks, encoder, workers: map(pickle.loads(pickle.dumps(encoder)), chunks),
+    )
+    run(command, [*arguments, "--output", str(tmp_path / "two")], catch_exceptions=False)
+    one = digests_of(tmp_path / "one")
+    assert one == digests_of(tmp_path / "two")
+    assert {"train_images.bin", "validation_images.idx", "chat_template.jinja"} <= one.keys()
+    again = run(command, [*arguments, "--output", str(tmp_path / "one")])
+    assert "up to date, nothing to do" in again.output
+    Image.new("RGB", (30, 20)).save(tmp_path / "pictures" / "0.png")
+    changed = run(command, [*arguments, "--output", str(tmp_path / "one")])
+    assert "differs in the images, --processor or --image-size" in str(changed.exception)
+    assert verify(tmp_path / "one" / "validation")["documents"]
+    shown = run(command, ["inspect", str(tmp_path / "one" / "train")], catch_exceptions=False)
+    assert "image size: 16 x 24" in shown.output
+
+
+def test_the_command_says_which_options_go_together(root, tmp_path):
+    run = CliRunner().invoke
+    base = ["instruct", "x.jsonl", "--output", str(tmp_path / "x")]
+    assert "give --tokenizer, or --processor" in run(command, base).output
+    both = run(command, [*base, "--tokenizer", "bytes", "--image-size", "1", "1"])
+    assert "--image-size needs --processor" in both.output
+    formatted = run(command, [*base, "--processor", "x", "--format", "alpaca"])
+    assert "records with images have the format messages" in formatted.output
+    absent = run(command, [*base, "--processor", str(tmp_path)])
+    assert "its processor is not named by any file" in str(absent.exception)
+    Path(tmp_path / "plain.jsonl").write_text('{"messages": []}\n')
+    plain = run(
+        command, ["prepare", str(tmp_path / "plain.jsonl"), "--output", str(tmp_path / "y")]
+    )
+    assert "prepare conversations with graphtrain data instruct" in str(plain.exception)
