@@ -95,7 +95,12 @@ def test_a_command_without_its_package_names_the_extra(package, line, block):
 
 def test_every_package_is_in_the_extra_that_is_named():
     installed_by = PROJECT["optional-dependencies"]
-    names = {"jax_plugins": "cuda", "libtpu": "tpu", "backports": "backports.zstd"}
+    names = {
+        "PIL": "pillow",
+        "backports": "backports.zstd",
+        "jax_plugins": "cuda",
+        "libtpu": "tpu",
+    }
     for module, (_, extra) in extras._PACKAGES.items():
         name = names.get(module, module.replace("_", "-"))
         listed = " ".join(installed_by[extra])

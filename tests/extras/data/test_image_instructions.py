@@ -5,6 +5,7 @@ import pickle
 import shutil
 import struct
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from graphtrain.data.indexed.description import read_description
 from graphtrain.data.indexed.images import ImageFiles
 from graphtrain.data.indexed.loss_spans import LossSpans
 from graphtrain.data.indexed.verify import verify
+from graphtrain.data.prepare import text
 from graphtrain.data.prepare.image_instructions import instruct_images
 from graphtrain.errors import DataError
 from tests.extras.data.image_folders import PATCH, chat, write_images, write_llava, write_qwen
@@ -66,8 +68,8 @@ def write_records(path, records):
 
 
 def with_absolute_paths(record, root):
-    text = json.dumps(record).replace('"path": "', f'"path": "{root}/')
-    return json.loads(text)["messages"]
+    content = json.dumps(record).replace('"path": "', f'"path": "{root}/')
+    return json.loads(content)["messages"]
 
 
 def reference_of(processor, record, root):
@@ -158,7 +160,7 @@ def test_answers_are_trained_on_and_placeholders_never(
     spans = LossSpans(dataset)
     tokens = dataset.document(3)
     mask = spans.mask(3, len(tokens))
-    text = processor.tokenizer.decode(tokens[mask])
+    learned = processor.tokenizer.decode(tokens[mask])
     end = " " if kind == "llava" else "<|im_end|>"
     if train_on == "all":
         # The first token is no target.
@@ -166,7 +168,7 @@ def test_answers_are_trained_on_and_placeholders_never(
         assert images.counts[3] == 3
     else:
         answers = ["I do.", "The first one."][-1 if train_on == "last" else 0 :]
-        assert text == "".join(answer + end for answer in answers)
+        assert learned == "".join(answer + end for answer in answers)
 
 
 def test_a_size_that_is_given_holds_for_every_aspect_ratio(root, records, tmp_path):
@@ -336,6 +338,35 @@ def test_the_command_writes_the_same_in_chunks_and_notices_another_image(
     assert verify(tmp_path / "one" / "validation")["documents"]
     shown = run(command, ["inspect", str(tmp_path / "one" / "train")], catch_exceptions=False)
     assert "image size: 16 x 24" in shown.output
+
+
+def test_an_interrupted_preparation_resumes_with_the_images_it_has_written(
+    root, records, tmp_path, monkeypatch
+):
+    write_qwen(root / "qwen2_5_vl")
+    monkeypatch.setattr("graphtrain.data.prepare.image_instructions._GROUP_BYTES", 900)
+    size = {"image_size": (16, 24)}
+    prepare(root, "qwen2_5_vl", records * 5, root / "whole", **size)
+    encode_chunks, encoded = text.encode_chunks, []
+
+    def encode_until(count, chunks, encoder, workers):
+        for chunk in encode_chunks(chunks, encoder, workers):
+            if len(encoded) == count:
+                raise KeyboardInterrupt
+            encoded.append(chunk)
+            yield chunk
+
+    monkeypatch.setattr("graphtrain.data.prepare.splits._SAVE_EVERY", 0.0)
+    monkeypatch.setattr(text, "encode_chunks", partial(encode_until, 3))
+    with pytest.raises(KeyboardInterrupt):
+        prepare(root, "qwen2_5_vl", records * 5, root / "parts", **size)
+    assert not (root / "parts" / "train.idx").exists()
+    before = len(encoded)
+    monkeypatch.setattr(text, "encode_chunks", partial(encode_until, 99))
+    prepare(root, "qwen2_5_vl", records * 5, root / "parts", **size)
+    assert digests_of(root / "parts") == digests_of(root / "whole")
+    numbers = [chunk.chunk.first_document for chunk in encoded]
+    assert 0 < before < len(numbers) and len(set(numbers)) == len(numbers)
 
 
 def test_the_command_says_which_options_go_together(root, tmp_path):
