@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphtrain.config.hf_quantization import QUANTIZATION_CONFIG, read_quantization
 from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend import expert_loops, private_torch
 
@@ -23,6 +24,7 @@ def from_config(config: dict[str, Any], *, with_images: bool = False) -> torch.n
 
     Raises:
         ImportedModelError: transformers has no such model, or rejects the config.
+        WeightsError: the folder's weights are quantized in a way that graphtrain does not read.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
     from transformers.utils import logging
@@ -34,10 +36,8 @@ def from_config(config: dict[str, Any], *, with_images: bool = False) -> torch.n
         {name: value for name, value in config.items() if name != "model_type"}
     )
     model_type = config["model_type"]
-    if settings.pop("quantization_config", None):
-        raise ImportedModelError(
-            "config.json has a quantization_config, which is unsupported; use an unquantized model"
-        )
+    read_quantization(config)  # refuses weights that could not be read
+    settings.pop(QUANTIZATION_CONFIG, None)
     if model_type not in CONFIG_MAPPING:
         raise ImportedModelError(
             f"transformers {__version__} has no model_type {model_type!r}; for a model whose code "

@@ -16,6 +16,7 @@ import numpy as np
 
 from graphtrain.checkpoints.output_directory import create_directory
 from graphtrain.config.hf_config import read_config_json
+from graphtrain.config.hf_quantization import QUANTIZATION_CONFIG
 from graphtrain.config.render import render_model
 from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import FlaxModel, Model
@@ -42,10 +43,10 @@ from graphtrain.weights.files import (
     DTYPE_CODES,
     WeightFiles,
     numpy_dtype_of,
-    open_weight_files,
 )
 from graphtrain.weights.hf_record import record_hf_files, verify_hf_files
 from graphtrain.weights.open import open_weights
+from graphtrain.weights.quantized_files import open_hugging_face
 from graphtrain.weights.sources import HF_FILES, WeightSource, checkpoint_step, stored_name
 from graphtrain.weights.tokenizer import describe_tokenizer
 from graphtrain.weights.writer import MAX_FILE_BYTES, SafetensorsWriter
@@ -92,7 +93,7 @@ def import_hugging_face(source: Path, destination: Path, progress: Progress) -> 
     """
     config = read_config(source)
     family = family_of_config(config)
-    folder = open_weight_files(source)
+    folder = open_hugging_face(source)
     model = _without_absent_module(family.model_from_config(config), folder)
     all_layer_weights = [
         _without_omitted_prefix(layer_weights, family, folder)
@@ -184,6 +185,8 @@ def export_hugging_face(
     weights = open_weights(source, step, averaged=averaged)
     # For a model trained from scratch, the folder may contain only a tokenizer.
     config = read_config(weights.side) if (weights.side / "config.json").is_file() else None
+    if config is not None:
+        config.pop(QUANTIZATION_CONFIG, None)  # of the original weights
     model = with_unpadded_vocab(weights.model, config)
     family = family_of_config(config) if config else _family_of(model)
     all_layer_weights = list(family.weights(model))
@@ -209,7 +212,7 @@ def export_hugging_face(
         writer.close()
         if weights.side.is_dir():
             verify_hf_files(weights.directory)
-            copy_hf_files(weights.side, directory)
+            _copy_exported_hf_files(weights.side, directory)
         special = describe_tokenizer(directory, family.model_type) if config is None else {}
         _write_config(directory, family, model, config, arrays, special)
         if files.dtype is not None:
@@ -279,7 +282,7 @@ def _export_torch_model(
     with create_directory(destination) as directory:
         if (source / HF_FILES).is_dir():
             verify_hf_files(source)
-            copy_hf_files(source / HF_FILES, directory)
+            _copy_exported_hf_files(source / HF_FILES, directory)
         model_type, num_parameters, num_arrays = export(
             program,
             source,
@@ -434,6 +437,15 @@ def _write_dtype(path: Path, dtype: str) -> None:
     config = json.loads(path.read_text())
     name = "torch_dtype" if "torch_dtype" in config else "dtype"
     path.write_text(json.dumps(config | {name: dtype}, indent=2) + "\n")
+
+
+def _copy_exported_hf_files(source: Path, destination: Path) -> None:
+    """Copy all files except weights; config.json without the quantization of the original ones."""
+    copy_hf_files(source, destination)
+    path = destination / "config.json"
+    config = read_config(destination) if path.is_file() else {}
+    if config.pop(QUANTIZATION_CONFIG, None) is not None:
+        path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def copy_hf_files(source: Path, destination: Path) -> None:

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from graphtrain.weights.files import SafetensorsFiles, WeightFiles
-
-Index = tuple[slice, ...]
+from graphtrain.weights.files import FolderFiles, Index
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", re.ASCII)
 _STACKED = {  # the matrices of an expert that are one below the other, by either names
@@ -30,7 +28,7 @@ class ModuleFiles:
         files: The folder.
     """
 
-    def __init__(self, files: WeightFiles) -> None:
+    def __init__(self, files: FolderFiles) -> None:
         self._files = files
         self._stacked = _stacked_experts(files.names)
         renamed = {name.replace(*_RENAMED): name for name in files.names if _RENAMED[0] in name}
@@ -62,9 +60,7 @@ class ModuleFiles:
         return np.stack(experts)
 
     def _read(self, name: str, index: Index) -> np.ndarray:
-        if isinstance(self._files, SafetensorsFiles):
-            return self._files.part(name, index).astype(np.float32)
-        return self._files.read(name)[index].astype(np.float32)
+        return self._files.part(name, index).astype(np.float32)
 
 
 def _stacked_experts(names: Sequence[str]) -> dict[str, list[list[str]]]:

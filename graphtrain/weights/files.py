@@ -18,8 +18,11 @@ from typing_extensions import TypedDict  # pydantic refuses that of typing befor
 
 from graphtrain.errors import WeightsError
 from graphtrain.files import validate
+from graphtrain.weights.torch_arrays import as_numpy
 from lowering.machine.extras import optional_import
 from sharding_rules.documents import parse_object, read_object
+
+Index = tuple[slice, ...]
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -35,7 +38,7 @@ _INTEGERS = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-# Dtypes that a file may have. Integers are never weights, which might be quantized.
+# Dtypes that a file may have; integers are no weights, unless config.json says so.
 FILE_CODES = DTYPE_CODES | {dtype: code for code, dtype in _INTEGERS.items()}
 _TORCH = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _MOST_HEADER = 100 << 20  # bytes; the limit of the safetensors library
@@ -69,6 +72,18 @@ class WeightFiles(Protocol):
 
     def read(self, name: str) -> np.ndarray:
         """Return the complete array, in memory of its own."""
+        ...
+
+
+class FolderFiles(WeightFiles, Protocol):
+    """Arrays in a folder that transformers can load."""
+
+    def part(self, name: str, index: Index) -> np.ndarray:
+        """Return a part of an array, and read only that part if the format allows it."""
+        ...
+
+    def constant(self, name: str) -> np.ndarray:
+        """Return an array that is no weight, and may consist of integers."""
         ...
 
 
@@ -108,15 +123,22 @@ class SafetensorsFiles:
         array = np.fromfile(entry.path, self.dtype(name), count, offset=entry.offset)
         return array.reshape(entry.shape)
 
+    def code(self, name: str) -> str:
+        """Return the dtype as the format writes it, for example F8_E4M3."""
+        return self._entries[name].code
+
+    def codes(self, name: str) -> np.memmap:
+        """Return the bytes of an array of one-byte elements, which are read when used."""
+        entry = self._entries[name]
+        return np.memmap(entry.path, np.uint8, "r", entry.offset, entry.shape)
+
     def constant(self, name: str) -> np.ndarray:
-        """Return an array that is no weight, and may consist of integers."""
         entry = self._entries[name]
         dtype = _INTEGERS.get(entry.code) or self.dtype(name)
         array = np.fromfile(entry.path, dtype, math.prod(entry.shape), offset=entry.offset)
         return array.reshape(entry.shape)
 
-    def part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Return a part of an array, and read only that part."""
+    def part(self, name: str, index: Index) -> np.ndarray:
         entry = self._entries[name]
         mapped = np.memmap(entry.path, self.dtype(name), "r", entry.offset, entry.shape)
         return np.array(mapped[index])
@@ -177,28 +199,12 @@ class BinFiles:
         tensor = _load_bin(self._where[name])[name]
         return as_numpy(tensor, self.dtype(name)).copy()
 
+    def part(self, name: str, index: Index) -> np.ndarray:
+        return self.read(name)[index]
+
     def constant(self, name: str) -> np.ndarray:
-        """Return an array that is no weight, and may consist of integers."""
         tensor = _load_bin(self._where[name])[name]
         return self.read(name) if tensor.is_floating_point() else tensor.numpy().copy()
-
-
-def as_numpy(tensor: Any, dtype: np.dtype) -> np.ndarray:
-    """Convert a PyTorch tensor to NumPy; shares its memory if the tensor is contiguous."""
-    import torch
-
-    tensor = tensor.detach().contiguous()
-    bits = tensor.view(torch.int16) if tensor.element_size() == 2 else tensor
-    return bits.numpy().view(dtype)
-
-
-def as_torch(array: np.ndarray) -> Any:
-    """Return a PyTorch tensor with the memory of an array, whose dtype may be bfloat16."""
-    import torch
-
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
 
 
 def numpy_dtype_of(name: str, kind: str) -> np.dtype:

@@ -17,9 +17,9 @@ import torch
 from transformers import conversion_mapping, core_model_loading
 
 from graphtrain.errors import WeightsError
-from graphtrain.weights.files import SafetensorsFiles, WeightFiles, as_numpy, as_torch
+from graphtrain.weights.files import FolderFiles, Index
+from graphtrain.weights.torch_arrays import as_numpy, as_torch
 
-Index = tuple[slice, ...]
 Reader = Callable[[str], torch.Tensor]
 
 
@@ -64,7 +64,7 @@ class PublishedFiles:
         WeightsError: transformers cannot convert the tensors.
     """
 
-    def __init__(self, files: WeightFiles, module: Any) -> None:
+    def __init__(self, files: FolderFiles, module: Any) -> None:
         self._files = files
         self._stored = set(module.state_dict())
         self._by_name: dict[str, Conversion] = {}
@@ -91,9 +91,7 @@ class PublishedFiles:
         conversion = self._by_name[name]
         if conversion.converter is None:
             (source,) = conversion.sources
-            if isinstance(self._files, SafetensorsFiles):
-                return self._files.part(source, index).astype(np.float32)
-            return self._files.read(source)[index].astype(np.float32)
+            return self._files.part(source, index).astype(np.float32)
         if self._last[0] is not conversion:
             self._last = None, {}  # freed before the next one is read
             with _explained(conversion):

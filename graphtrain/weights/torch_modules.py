@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphtrain.config.hf_config import read_config
+from graphtrain.config.hf_quantization import QUANTIZATION_CONFIG
 from graphtrain.errors import WeightsError
 from graphtrain.torch_frontend.block_ranges import blocks_of
 from graphtrain.weights.expert_files import Index, ModuleFiles
-from graphtrain.weights.files import numpy_dtype_of, open_weight_files
+from graphtrain.weights.files import numpy_dtype_of
+from graphtrain.weights.quantized_files import open_hugging_face
 from graphtrain.weights.writer import MAX_FILE_BYTES, SafetensorsWriter
 from lowering.machine.extras import optional_import
 from lowering.machine.target import Target
@@ -57,7 +59,7 @@ class HuggingFaceWeights:
         if not directory.is_dir():
             raise WeightsError(f"run.init_from: the folder {directory} does not exist")
         self.directory = self.side = directory  # also of config.json and the tokenizer
-        self._files, self._model = open_weight_files(directory), model
+        self._files, self._model = open_hugging_face(directory), model
         self._folder: ModuleFiles | PublishedFiles = ModuleFiles(self._files)
 
     def parameters(self, described: Tree, fill: Fill, stages: Stages | None = None) -> Tree:
@@ -415,6 +417,7 @@ def _write_config(model: TorchModel, destination: Path, dtype: str) -> str:
     if model.hf is None:
         return str(model.torch)
     config: dict[str, Any] = read_config(model.hf, model.overrides)
+    config.pop(QUANTIZATION_CONFIG, None)  # the written weights are not quantized
     exported_config = config | {"dtype": dtype}
     (destination / "config.json").write_text(json.dumps(exported_config, indent=2) + "\n")
     return config["model_type"]

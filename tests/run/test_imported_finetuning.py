@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 import transformers
+from quantized_folders import quantize
 from safetensors.torch import load_file, save_file
 from test_torch import configure
 from test_weights import reference_loss
@@ -43,6 +44,39 @@ def configure_mixture(place, tables: str, **more) -> None:
     config = place.path / "config.toml"
     text = config.read_text().replace("steps = 16", 'steps = 4\ninit_from = "source"')
     config.write_text(text.replace("warmup_steps = 2", 'schedule = "constant"') + tables)
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_an_adapter_is_trained_on_a_folder_in_mxfp4_and_merged(cold):
+    torch.manual_seed(0)
+    settings = transformers.GptOssConfig(
+        vocab_size=264, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        dtype="bfloat16",
+    )  # fmt: skip
+    source = transformers.AutoModelForCausalLM.from_config(settings)
+    source.save_pretrained(cold.path / "source")
+    quantize(cold.path / "source", "mxfp4")
+    configure(cold, 'hf = "source"')
+    config = cold.path / "config.toml"
+    text = config.read_text().replace("steps = 16", 'steps = 2\ninit_from = "source"')
+    config.write_text(text + ADAPTER)
+    devices = ["--target", "cpu:2", "--set", "program.mesh.fsdp=2", "--set", "program.mesh.data=1"]
+    cold.command("compile", "config.toml", *devices)
+    out, _ = cold.command("evaluate", "config.toml", *devices, "--json")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        cold.path / "source", quantization_config=transformers.Mxfp4Config(dequantize=True)
+    )
+    want = reference_loss(loaded.float(), cold.path / "data/validation", 264)
+    assert json.loads(out)["validation_loss"] == pytest.approx(want, rel=1e-5)
+
+    cold.command("run", "config.toml", *devices)
+    cold.command("convert", "graphtrain-to-hf", "run", "merged")
+    assert "quantization_config" not in json.loads((cold.path / "merged/config.json").read_text())
+    merged = transformers.AutoModelForCausalLM.from_pretrained(cold.path / "merged")
+    last = reference_loss(merged, cold.path / "data/validation", 264)
+    assert last == pytest.approx(cold.journal()[-1]["validation_loss"], rel=1e-5)
+    assert last != pytest.approx(want, rel=1e-4)
 
 
 @pytest.mark.usefixtures("compiled_quickly")

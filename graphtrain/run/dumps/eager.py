@@ -14,7 +14,8 @@ from graphtrain.config.schema import TorchModel
 from graphtrain.errors import DumpError
 from graphtrain.graphs.names import KINDS
 from graphtrain.run.dumps.files import ArrayEntry, DumpIndex
-from graphtrain.weights.files import as_numpy, numpy_dtype_of
+from graphtrain.weights.files import numpy_dtype_of
+from graphtrain.weights.torch_arrays import as_numpy
 from lowering.machine.extras import optional_import
 from lowering.trees import Tree, flatten
 from lowering.xla import distributed

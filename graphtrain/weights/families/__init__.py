@@ -11,7 +11,7 @@ from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
 from graphtrain.weights.families.baichuan import BAICHUAN
 from graphtrain.weights.families.bloom import BLOOM
-from graphtrain.weights.families.deepseek import DEEPSEEK_V3
+from graphtrain.weights.families.deepseek import DEEPSEEK_V3, KIMI_K2
 from graphtrain.weights.families.family import Family, functional_settings
 from graphtrain.weights.families.gemma import GEMMA2, GEMMA3
 from graphtrain.weights.families.glm import GLM, GLM4
@@ -45,6 +45,7 @@ FAMILIES = (
     GPT_OSS,
     GLM4_MOE,
     DEEPSEEK_V3,
+    KIMI_K2,
 )
 
 

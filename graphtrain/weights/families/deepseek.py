@@ -1,9 +1,9 @@
-"""DeepSeek-V3: multi-head latent attention, and mixtures after the first layers."""
+"""DeepSeek-V3 and Kimi K2: multi-head latent attention, and mixtures after the first layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -165,3 +165,4 @@ DEEPSEEK_V3 = Family(
     ),
     ignored_tensors=IGNORED,
 )
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")

@@ -1,7 +1,6 @@
 """gpt-oss: attention sinks, alternating sliding windows, and experts with biases.
 
-Folders with weights in MXFP4, as OpenAI publishes them, have other tensors and are refused;
-transformers saves them in bfloat16.
+OpenAI publishes the experts in MXFP4; their tensors are those here after dequantization.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from graphtrain.errors import WeightsError
-from graphtrain.weights.files import as_numpy, numpy_dtype_of
+from graphtrain.weights.files import numpy_dtype_of
 from graphtrain.weights.megatron.names import (
     canonical_name,
     expert_of,
@@ -30,6 +30,7 @@ from graphtrain.weights.megatron.names import (
     offset_name,
 )
 from graphtrain.weights.megatron.pickles import load_torch
+from graphtrain.weights.torch_arrays import as_numpy
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _NEMO_RANK = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{3,})")

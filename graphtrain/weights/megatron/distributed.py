@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from graphtrain.errors import WeightsError
-from graphtrain.weights.files import as_numpy, numpy_dtype_of
+from graphtrain.weights.files import numpy_dtype_of
 from graphtrain.weights.megatron.names import canonical_name
 from graphtrain.weights.megatron.pickles import Placeholder, load_pickle, load_tensor
+from graphtrain.weights.torch_arrays import as_numpy
 
 # Leading axes of layers and experts: positions in a name where their index is inserted.
 _STACKED_AXES = (

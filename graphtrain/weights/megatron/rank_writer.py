@@ -13,11 +13,11 @@ import numpy as np
 from graphtrain.config.schema import Model
 from graphtrain.models.flops import is_gated
 from graphtrain.weights.families.family import LayerWeights
-from graphtrain.weights.files import as_torch
 from graphtrain.weights.megatron.classic import shard_axis
 from graphtrain.weights.megatron.layout import ModelChunk, RankLayout
 from graphtrain.weights.megatron.names import expert_of, offset_name
 from graphtrain.weights.megatron.pickles import import_torch
+from graphtrain.weights.torch_arrays import as_torch
 
 # Layers of megatron-core: its own, or those of Transformer Engine, which contain the norms before.
 Naming = Literal["local", "transformer_engine"]

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from graphtrain.weights.families.family import LayerWeights, is_stacked
-from graphtrain.weights.files import as_torch
 from graphtrain.weights.megatron.torch_dist_writer import Tensors
+from graphtrain.weights.torch_arrays import as_torch
 
 # The format has the names of Transformer Engine's layers, which contain the norm before them.
 _INPUT_NORM = (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
