@@ -161,13 +161,18 @@ def _stage_input(program: ResolvedProgram, sizes: DeviceSizes) -> float:
 def _gradients(program: ResolvedProgram, weights: Sequence[ShardedWeight]) -> float:
     """Return the bytes of float32 gradients.
 
-    During gradient accumulation these are the sums and, for the layers, the newest gradients. XLA
-    shards the sums as the moments are, where each microbatch's gradients are reduced.
+    During gradient accumulation these are the sums, to which layers of the native model add in
+    place. With per_step reduction, and in imported models (whose loss has no chunks), the newest
+    gradients of the layers exist beside them. XLA shards the sums as the moments are, where each
+    microbatch's gradients are reduced.
     """
-    sums, mesh = _one_gradient(program, weights), program.mesh
-    if mesh.axes.get("stage", 1) > 1 or program.batch.microbatches == 1:
+    sums, mesh, batch = _one_gradient(program, weights), program.mesh, program.batch
+    if mesh.axes.get("stage", 1) > 1 or batch.microbatches == 1:
         return sums
-    role: Role = "gradient" if program.batch.gradient_reduction == "per_step" else "optimizer"
+    is_per_step = batch.gradient_reduction == "per_step"
+    if not is_per_step and program.loss.chunk != "none":
+        return sums
+    role: Role = "gradient" if is_per_step else "optimizer"
     newest = sum(
         weight.elements(role, mesh) for weight in weights if weight.in_layers and not weight.frozen
     )

@@ -19,6 +19,7 @@ from graphtrain.graphs.checksums import checksum_graph, copy_graph
 from graphtrain.graphs.deferred_reduction import accumulate_then_reduce, can_defer
 from graphtrain.graphs.dump import ArrayDump
 from graphtrain.graphs.expert_bias import without_loads
+from graphtrain.graphs.gradient_sums import GradientSums, written_in_place
 from graphtrain.graphs.group_norms import group_norm_names, group_norms
 from graphtrain.graphs.loss_scale import (
     initial_scale,
@@ -288,22 +289,19 @@ def _scaled_gradients(
     if program.batch.gradient_reduction == "per_step" and can_defer():
         return accumulate_then_reduce(objective, parameters, specs, batch, microbatches)
 
-    def microbatch_gradients(microbatch: Tree, index: Any) -> tuple[Tree, Tree]:
-        differentiate = jax.value_and_grad(objective, has_aux=True)
-        (_, metrics), gradients = differentiate(parameters, microbatch, index)
-        # Each gradient is reduced straight to the optimizer state's sharding, as are the sums.
-        return constrain_tree(gradients, specs, "optimizer"), metrics
+    sums = GradientSums(specs, "optimizer", written_in_place(program, specs))
 
     if microbatches == 1:
-        return microbatch_gradients(jax.tree.map(lambda array: array[0], batch), 0)
+        only = jax.tree.map(lambda array: array[0], batch)
+        return sums.first(lambda parameters: objective(parameters, only, 0), parameters)
 
-    def add(sums: Any, indexed: tuple[Tree, jax.Array]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, microbatch_gradients(*indexed)), None
+    def add(earlier: Any, indexed: tuple[Tree, jax.Array]) -> tuple[Any, None]:
+        return sums.add(lambda weights: objective(weights, *indexed), parameters, earlier), None
 
     zeros = constrain_tree(jax.tree.map(jnp.zeros_like, parameters), specs, "optimizer")
     zero_metrics = {name: jnp.zeros(()) for name in metric_names(program)}
-    sums, _ = jax.lax.scan(add, (zeros, zero_metrics), (batch, jnp.arange(microbatches)))
-    return sums
+    total, _ = jax.lax.scan(add, (zeros, zero_metrics), (batch, jnp.arange(microbatches)))
+    return total
 
 
 def _evaluate(program: ResolvedProgram) -> Graph:

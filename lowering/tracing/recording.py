@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from lowering.tracing.constrain import constrain
 from lowering.tracing.context import set_context_variable
 from lowering.tracing.source_lines import current_line
+from lowering.tracing.summed_gradient import scan_summing_gradients
 
 Wanted = Callable[[str], bool]
 MARK = "recorded:"  # begins the names of operations that mark an activation
@@ -195,7 +196,7 @@ def scan_layers(
     """
     outer = _recorder.get()
     if outer is None:
-        return jax.lax.scan(transform(body), carry, layers, unroll=unroll)
+        return scan_summing_gradients(transform(body), carry, layers, unroll=unroll)
     prefix = f"{name}/"
     slots = {
         path.removeprefix(prefix): slot
@@ -218,7 +219,8 @@ def scan_layers(
         return carry, (result, inner.values)
 
     scanned = (layers, slots)
-    carry, (results, values) = jax.lax.scan(transform(recorded), carry, scanned, unroll=unroll)
+    transformed = transform(recorded)
+    carry, (results, values) = scan_summing_gradients(transformed, carry, scanned, unroll=unroll)
     (count, *_) = {leaf.shape[0] for leaf in jax.tree.leaves(layers)}
     for path, one in described.items():
         loop = name if one.layers is None else one.loop

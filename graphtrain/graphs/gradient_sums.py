@@ -1,0 +1,102 @@
+"""Sums of microbatches' gradients, into which stacked layers write in place.
+
+A second stack of the layers' newest gradients never exists; see lowering.tracing.summed_gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import is_imported
+from graphtrain.models.shapes import STACKS
+from lowering.tracing.constrain import constrain_tree
+from lowering.tracing.summed_gradient import GradientStack, SummedGradient
+from lowering.trees import Tree, flatten, unflatten
+from sharding_rules.arrays import Role
+
+
+def written_in_place(program: ResolvedProgram, specs: Tree) -> frozenset[str]:
+    """Return the paths of parameters whose gradients layers write in place: stacked ones, in scans.
+
+    LoRA's factors are small, and imported models stack their layers while they are traced.
+    """
+    if is_imported(program.model) or program.adapter is not None:
+        return frozenset()
+    return frozenset(path for path in flatten(specs) if path.split("/")[0] in STACKS)
+
+
+@dataclass(frozen=True)
+class GradientSums:
+    """Specs, role and paths with which gradients of microbatches are summed."""
+
+    specs: Tree  # ArraySpecs of the parameters
+    role: Role  # by whose rules the sums are sharded: each gradient is reduced straight to these
+    in_place: Collection[str]  # paths of `written_in_place`
+
+    def first(
+        self, objective: Callable[[Tree], tuple[jax.Array, Tree]], parameters: Tree
+    ) -> tuple[Tree, Tree]:
+        """Return the gradients and metrics of one microbatch.
+
+        Args:
+            objective: Objective of the microbatch and its metrics, as a function of the parameters.
+            parameters: Arrays.
+        """
+        zeros = {
+            path: jnp.zeros_like(array)
+            for path, array in flatten(parameters).items()
+            if path in self.in_place
+        }
+        gradients, metrics = self._gradients(objective, flatten(parameters), zeros, has_sums=False)
+        return unflatten(gradients), metrics
+
+    def add(
+        self,
+        objective: Callable[[Tree], tuple[jax.Array, Tree]],
+        parameters: Tree,
+        sums: tuple[Tree, Tree],
+    ) -> tuple[Tree, Tree]:
+        """Return sums of gradients and of metrics, with those of one more microbatch.
+
+        Args:
+            objective: As of `first`.
+            parameters: Arrays.
+            sums: Gradients and metrics of earlier microbatches.
+        """
+        earlier = flatten(sums[0])
+        gradients, metrics = self._gradients(objective, flatten(parameters), earlier, has_sums=True)
+        added = {
+            path: gradient if path in self.in_place else earlier[path] + gradient
+            for path, gradient in gradients.items()
+        }
+        return unflatten(added), jax.tree.map(jnp.add, sums[1], metrics)
+
+    def _gradients(
+        self,
+        objective: Callable[[Tree], tuple[jax.Array, Tree]],
+        parameters: dict[str, jax.Array],
+        sums: dict[str, jax.Array],
+        *,
+        has_sums: bool,
+    ) -> tuple[dict[str, jax.Array], Tree]:
+        """Return gradients by path, those in place added to `sums`; and metrics."""
+        specs = flatten(self.specs)
+
+        def objective_of(inputs: dict[str, jax.Array]) -> tuple[jax.Array, Tree]:
+            stacked = {
+                path: SummedGradient(
+                    parameters[path], inputs[path], GradientStack(specs[path], self.role, has_sums)
+                )
+                for path in self.in_place
+            }
+            return objective(unflatten(inputs | stacked))
+
+        inputs = parameters | {path: sums[path] for path in self.in_place}
+        differentiate = jax.value_and_grad(objective_of, has_aux=True)
+        (_, metrics), gradients = differentiate(inputs)
+        return flatten(constrain_tree(unflatten(gradients), self.specs, self.role)), metrics
