@@ -39,6 +39,7 @@ from graphtrain.torch_frontend.attention import (
 from graphtrain.torch_frontend.functions import apply_function
 from graphtrain.torch_frontend.joint import buffer_changed_error
 from graphtrain.torch_frontend.quantized_modules import ModuleNames
+from graphtrain.torch_frontend.random_operations import override_random_operations
 from graphtrain.torch_frontend.silent_failures import (
     current_user_line,
     innermost_user_line,
@@ -93,7 +94,7 @@ class TraceEnvironment(TorchaxEnvironment):
             self.override_op_definition(operation, self._attend)
         self.override_op_definition(torch.nn.functional.linear, self._linear)
         self.override_op_definition(torch.addmm, self._addmm)
-        self.override_op_definition(torch.Tensor.normal_, self._normal)  # torchax has none
+        override_random_operations(self)
 
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run one operation; stop gradients under no_grad, which torchax ignores."""
@@ -156,11 +157,6 @@ class TraceEnvironment(TorchaxEnvironment):
     def constant(self, tensor: torch.Tensor) -> Tensor:
         """Return the values of a PyTorch tensor as a constant of the traced program."""
         return Tensor(jnp.asarray(to_numpy(tensor)), self)
-
-    def _normal(self, tensor: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
-        key = self.get_and_rotate_prng_key()
-        drawn = jax.random.normal(key, tensor.shape, tensor.jax().dtype)
-        return tensor.apply_jax_(lambda _: mean + std * drawn)
 
     def _embedding(
         self,

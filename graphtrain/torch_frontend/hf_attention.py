@@ -29,7 +29,9 @@ from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend import private_torch
 
 IMPLEMENTATION = "graphtrain"
-_READS_MASK = "attention_mask.dtype"
+# Of models whose attention is not that of the interface: sparse attention, as of DeepSeek-V3.2,
+# changes the values of the mask; Inkling adds a bias to the scores.
+_OWN_ATTENTION = "attention_mask.dtype", "position_bias=position_bias"
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,9 @@ def register() -> None:
 
 def uses_attention_interface(kind: Any, config: Any) -> bool:
     """Return true if a model class calls the implementation for all of its attention."""
-    if _READS_MASK in inspect.getsource(sys.modules[kind.__module__]):
-        return False  # sparse attention, as of DeepSeek-V3.2, changes the values of the mask
+    source = inspect.getsource(sys.modules[kind.__module__])
+    if any(text in source for text in _OWN_ATTENTION):
+        return False
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return private_torch.accepts_attention(kind) and (private_torch.supports_sdpa(kind) or capped)
 

@@ -21,9 +21,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from graphtrain.errors import ImportedModelError
-from graphtrain.torch_frontend.random_values import RandomValues
+from graphtrain.torch_frontend.random_values import RandomValue, RandomValues
 
-_UNINITIALIZED = (torch.empty, torch.randn, torch.rand, torch.normal, torch.empty_strided)
+_UNINITIALIZED = (
+    *(torch.empty, torch.randn, torch.rand, torch.normal, torch.empty_strided),
+    *(torch.rand_like, torch.randn_like),
+)
 # Methods of tensors and functions of torch.nn.init that overwrite all previous values.
 _OVERWRITING = (
     *("normal_", "uniform_", "zero_", "fill_", "copy_", "exponential_", "log_normal_"),
@@ -50,6 +53,14 @@ class InitOperation:
     arguments: tuple[Any, ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
     is_torch_init: bool = False  # true if it is a function of torch.nn.init
+
+    @property
+    def is_random(self) -> bool:
+        """True if the operation draws numbers, or takes a value that has no data."""
+        without_data = any(
+            isinstance(one, RandomValue) or one is _UNKNOWN for one in self.arguments
+        )
+        return self.method in _DRAWING or without_data
 
     def apply(self, tensor: torch.Tensor) -> None:
         """Repeat the operation on another tensor."""
@@ -124,7 +135,7 @@ class _Recorder(TorchFunctionMode):
             # The methods of tensors have other names for their arguments than torch.nn.init.
             is_torch_init = module in _INIT_MODULES and name not in _METHODS
             self._record(changed, name, args[1:], kwargs, is_torch_init)
-        result = func(*args, **kwargs)
+        result: Any = first if _copies_no_data(changed, name, args) else func(*args, **kwargs)
         if (func == _DATA or name in _VIEWS) and isinstance(first, torch.nn.Parameter):
             self._aliases[id(result)] = first
             self._seen.append(result)
@@ -179,7 +190,7 @@ class _Recorder(TorchFunctionMode):
         """Return the operations that initialise a parameter; empty if unknown."""
         changes = self._changes.get(id(parameter), [])
         # Numbers that were drawn into a tensor with data, as one of torch.zeros, are drawn anew.
-        is_drawn = any(change.method in _DRAWING for change in changes)
+        is_drawn = any(change.is_random for change in changes)
         if not parameter.is_meta and not is_drawn:
             values = parameter.detach().float()
             if values.numel() and bool((values == values.reshape(-1)[0]).all()):
@@ -189,6 +200,14 @@ class _Recorder(TorchFunctionMode):
         if not known or any(_UNKNOWN in map(_identity, change.arguments) for change in changes):
             return ()
         return tuple(changes)
+
+
+def _copies_no_data(changed: Any, name: str, args: tuple[Any, ...]) -> bool:
+    """Return whether random values, which have no data, are copied into a parameter that has."""
+    if name != "copy_" or not isinstance(changed, torch.nn.Parameter) or len(args) < 2:
+        return False
+    into, values, *_ = args
+    return not into.is_meta and values.is_meta
 
 
 def _on_host(device: Any) -> bool:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 _RANDOM = (torch.empty, torch.rand, torch.randn)
 # Functions that read nothing of their first argument but its shape, and what they fill with.
 _LIKE = {torch.ones_like: 1.0, torch.zeros_like: 0.0, torch.empty_like: 0.0}
+_RANDOM_LIKE = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
 _FILLING = ("uniform_", "normal_", "zero_", "fill_", "copy_")  # new values, whatever was there
 _PLACEMENT = ("device", "generator", "requires_grad", "pin_memory", "memory_format", "layout")
 
@@ -61,6 +62,8 @@ class RandomValues:
         settings = {name: value for name, value in kwargs.items() if name not in _PLACEMENT}
         if function in _LIKE:
             value = RandomValue(torch.full, (tuple(result.shape), _LIKE[function]))
+        elif function in _RANDOM_LIKE:
+            value = RandomValue(_RANDOM_LIKE[function], (tuple(result.shape),))
         elif function in _RANDOM:
             value = RandomValue(function, tuple(args), tuple(sorted(settings.items())))
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +13,9 @@ import torch
 from graphtrain.config.hf_quantization import QUANTIZATION_CONFIG, read_quantization
 from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend import expert_loops, private_torch
+
+_MODELS = os.path.join("transformers", "models", "")
+_AUTO = os.path.join(_MODELS, "auto", "")
 
 
 def from_config(config: dict[str, Any], *, with_images: bool = False) -> torch.nn.Module:
@@ -120,9 +125,16 @@ def _explain_config_errors(model_type: str) -> Iterator[None]:
     except Exception as error:
         message = " ".join(str(error).split())
         raise ImportedModelError(
-            f"transformers rejects the configuration of a {model_type}: {type(error).__name__}: "
-            f"{message}"
+            f"transformers rejects the configuration of a {model_type}: {type(error).__name__}"
+            f"{_line_of_model(error)}: {message}"
         ) from error
+
+
+def _line_of_model(error: Exception) -> str:
+    """Return where an error came from in the modules of models, as " at FILE:LINE"; or nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [one for one in frames if _MODELS in one.filename and _AUTO not in one.filename]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def use_transformers_implementations(module: Any) -> None:

@@ -360,6 +360,23 @@ class Decay(torch.nn.Module):
         return self.head(self.table(tokens) * self.rate.mean() + self.nothing.mean())
 
 
+class RandomLike(torch.nn.Module):
+    """Random numbers of a parameter's shape, copied into zeros, as in OLMo Hybrid and Zamba."""
+
+    def __init__(self, vocab: int = 16) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(vocab, EMBED)
+        self.head = torch.nn.Linear(EMBED, vocab)
+        self.steps = torch.nn.Parameter(torch.zeros(64))
+        self.shift = torch.nn.Parameter(torch.zeros(64))
+        with torch.no_grad():
+            self.steps.copy_(torch.rand_like(self.steps) * 2.0 + 1.0)
+            self.shift.copy_(torch.randn_like(torch.empty(64)) * 3.0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens) * self.steps.mean() + self.shift.mean())
+
+
 class DrawnIntoZeros(torch.nn.Module):
     """A router whose numbers are drawn into a tensor of zeros, as gpt-oss's."""
 
@@ -390,3 +407,28 @@ class TimeSteps(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.table(tokens) * self.bias.mean())
+
+
+class Drawing(torch.nn.Module):
+    """A layer that adds numbers drawn in its forward pass, by the operation that it is given."""
+
+    def __init__(self, vocab: int = 16, operation: str = "exponential") -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(vocab, vocab)
+        self.operation = operation
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(tokens) * 0.0
+        match self.operation:
+            case "exponential":
+                return hidden + torch.empty_like(hidden).exponential_(2.0)
+            case "cauchy":
+                return hidden + torch.empty_like(hidden).cauchy_(1.0, 2.0).clamp(-3.0, 5.0)
+            case "random":
+                return hidden + torch.empty_like(hidden).random_(2, 9)
+            case "normal":
+                return hidden + torch.normal(hidden + 1.0, hidden + 2.0)
+            case "normal of a size":
+                return hidden + torch.normal(1.0, 2.0, tuple(hidden.shape), device=hidden.device)
+            case _:
+                return torch.nn.functional.gumbel_softmax(hidden, tau=0.5)

@@ -46,3 +46,13 @@ def test_values_computed_from_those_of_a_parameter_are_drawn_once():
     assert rates.min() >= 1.0 - 1e-5 and rates.max() <= 16.0 + 1e-4
     assert len(np.unique(rates)) > 60
     np.testing.assert_array_equal(initial["nothing"], 0.0)
+
+
+def test_random_numbers_copied_into_zeros_are_drawn_anew():
+    model = TorchModel(torch=f"{MODULES}:RandomLike", vocab=16, dtype="float32", remat="none")
+    opened = open_model(model)
+    first, second = (opened.initialize(jax.random.key(seed)) for seed in (0, 1))
+    assert 1.0 <= float(first["steps"].min()) < 1.2 and 2.8 < float(first["steps"].max()) <= 3.0
+    assert 2.0 < float(first["shift"].std()) < 4.0
+    for name in ("steps", "shift"):
+        assert not jnp.array_equal(first[name], second[name])

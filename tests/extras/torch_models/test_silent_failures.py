@@ -220,6 +220,7 @@ def test_a_file_that_cannot_be_imported_is_told_with_its_line(tmp_path):
     ("config", "words"),
     [
         ({"model_type": "no-such"}, "has no model_type 'no-such'"),
+        ({"model_type": "musicgen"}, r"AttributeError at \S+modeling_musicgen.py:\d+: "),
         ({"model_type": "t5"}, "no causal language model of model_type 't5'"),
         ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, "not a multiple"),
         ({"model_type": "llama", "intermediate_size": "big"}, "expected int, got str"),
