@@ -51,8 +51,8 @@ def _summary(results: Mapping[str, Any], checked: Mapping[str, Any]) -> str:
     passed = sum(all(_verdict(one, check) == "yes" for check in CHECKS) for one in checked.values())
     refused = sum(_verdict(one, "trace") == "refused" for one in checked.values())
     lines = [
-        f"Of {len(results)} families {len(checked)} have been checked; {passed} of these pass the "
-        f"first three checks, {refused} are refused."
+        f"Of {len(results)} families {passed} ({passed / len(results):.1%}) pass the first three "
+        f"checks, {refused} are refused, {len(results) - len(checked)} not checked yet."
     ]
     for check in MORE_CHECKS:
         verdicts = [_verdict(one, check) for one in checked.values()]

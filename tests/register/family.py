@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ def main(family: str, folder: Path, checks: Sequence[str]) -> None:
     """Run the checks in order; a family that cannot be traced gets no others."""
     warnings.simplefilter("ignore")
     folder.mkdir(parents=True, exist_ok=True)
+    jax.devices()  # as many as the flags say; else the first target would decide
     jax.config.update("jax_default_matmul_precision", "highest")
     try:
         (folder / "config.json").write_text(tiny_config(family))
@@ -75,7 +77,7 @@ def _short(error: Exception) -> str:
     for part in text.split():
         if "/site-packages/" in part:
             text = text.replace(part, part.rpartition("/site-packages/")[2])
-    return text[:300]
+    return textwrap.shorten(text, 300, placeholder=" ...")
 
 
 if __name__ == "__main__":

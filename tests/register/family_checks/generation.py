@@ -14,6 +14,7 @@ from graphtrain.config.schema import TorchModel
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.attention.cache_layout import DOT_LAYOUT, CacheSize
 from graphtrain.models.attention.kv_cache import CacheRows, layer_cache_specs
+from graphtrain.torch_frontend.document_isolation import check_documents_isolated
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import module_with_weights
 from lowering.trees import Tree, unflatten
@@ -23,7 +24,11 @@ _TOLERANCE = 1e-4  # of the largest logit
 
 
 def check_generate(model: TorchModel, folder: Path) -> str:
-    """Compare the logits of a prompt and of each token after it."""
+    """Compare the logits of a prompt and of each token after it.
+
+    A model that `graphtrain generate` refuses, since only attention has a cache, is refused.
+    """
+    check_documents_isolated(model)
     language_model, module = open_language_model(model), module_with_weights(model).eval()
     size = CacheSize(LENGTH, 0, _PROMPT, DOT_LAYOUT)
     cache = {

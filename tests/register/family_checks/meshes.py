@@ -22,7 +22,7 @@ from family_checks.states import (
     train_step,
 )
 from graphtrain.config.resolve import resolve
-from graphtrain.config.schema import Mesh, TorchModel
+from graphtrain.config.schema import Mesh, PipelineSettings, TorchModel
 from graphtrain.graphs.build import build_graph
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.torch_frontend.model import open_model
@@ -45,7 +45,11 @@ def check_tensor(model: TorchModel, folder: Path) -> str:
 
 def check_stage(model: TorchModel, folder: Path) -> str:
     """Compare two pipeline stages with one device."""
-    return _check(model, Mesh(stage=2), "cpu:2", microbatches=2)
+    lists = open_model(model).block_lists
+    blocks = lists[0].count if len(lists) == 1 else 2
+    # Configurations of some families do not say how many blocks are in a decoder.
+    pipeline = PipelineSettings(layers_per_stage=(blocks - blocks // 2, blocks // 2))
+    return _check(model, Mesh(stage=2), "cpu:2", microbatches=2, pipeline=pipeline)
 
 
 def check_expert(model: TorchModel, folder: Path) -> str:
@@ -56,8 +60,8 @@ def check_expert(model: TorchModel, folder: Path) -> str:
     return _check(model, Mesh(expert=2), "cpu:2")
 
 
-def _check(model: TorchModel, mesh: Mesh, target: str, microbatches: int = 1) -> str:
-    settings: Any = {"mesh": mesh, "target": target, "microbatches": microbatches}
+def _check(model: TorchModel, mesh: Mesh, target: str, microbatches: int = 1, **others: Any) -> str:
+    settings: Any = {"mesh": mesh, "target": target, "microbatches": microbatches} | others
     resolved = resolve(program(model, **settings))
     graph = build_graph(resolved, "train")
     lowered = xla.lower(graph, resolved.rules, resolved.mesh, resolved.target)

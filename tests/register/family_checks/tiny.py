@@ -62,6 +62,14 @@ _ENCODER_LAYERS = ("num_hidden_layers", "depth", "encoder_layers")
 
 _WITHOUT_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 
+_QWEN4_INDEXER = {
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
+
 # What the rules above do not give, by model_type.
 _OWN: dict[str, Mapping[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -88,13 +96,37 @@ _OWN: dict[str, Mapping[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "ministral": {"head_dim": 8},
-    "reformer": {"is_decoder": True},
+    # Products and sums that transformers requires of the defaults' length and sizes.
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_shape": [3, 4],
+        "axial_pos_embds_dim": [16, 16],
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+    },
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     # With the 512 of a published head, softmaxes of unscaled scores are those of one key.
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     "gemma4_assistant": {"text_config": _WITHOUT_LAYER_INPUTS},
+    # Transformers' defaults have no layers, key heads, indexer or language, and fail.
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "nemotron": {"num_key_value_heads": _KV_HEADS},
+    "qwen4_exp": {"text_config": _QWEN4_INDEXER},
+    "qwen4_exp_text": _QWEN4_INDEXER,
+    # Sizes whose names other families do not have, or use for other things.
+    "kimi_linear": {"linear_num_heads": 4, "linear_head_dim": 8},
+    "phi4_multimodal": {
+        "audio_config": {"num_blocks": 2, "hidden_size": 32, "intermediate_size": _MLP}
+        | dict.fromkeys(("ext_pw_out_channel", "depthwise_separable_out_channel"), 32)
+        | {"nemo_conv_channels": 32, "num_attention_heads": _HEADS},
+        "vision_config": {"hidden_size": 32, "intermediate_size": _MLP, "image_size": 28}
+        | {"crop_size": 28, "num_attention_heads": _HEADS},
+    },
+    "xmod": {"default_language": "en_XX"},
+    # With noise, the router draws experts by PyTorch's random numbers.
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
 }
 
 # Settings without which a family has no default configuration.
