@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from lowering.hlo.work import Product, ProgramWork
 
 _NEAREST = 4  # measured products whose rates are averaged
+# Bytes from which on a loop's arrays are taken to come from memory: they were written a layer or a
+# step ago, while a measurement repeats one loop and finds them in the cache.
+_CACHED = 1 << 18
 _SMALLEST_KIND = "arithmetic"  # stands for kinds of loops that a profile lacks
 
 
@@ -145,6 +148,8 @@ def loop_seconds(loop: LoopWork, profile: MachineProfile) -> float:
 def _seconds_per_byte(size: int, profile: MachineProfile) -> float:
     """Return the seconds of a byte in a loop that reads and writes `size` bytes."""
     points = sorted((one.bytes, one.seconds / one.bytes) for one in profile.memory)
+    if size > _CACHED:
+        size = max(size, points[-1][0])
     return _interpolated([math.log2(at) for at, _ in points], [y for _, y in points], size)
 
 

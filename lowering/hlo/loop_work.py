@@ -40,6 +40,8 @@ FUNCTIONS = {
 }
 _SLICES = ("dynamic-slice", "slice", "gather")
 _THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose")
+# Kinds of moves, the one that takes longest first.
+_MOVES = ("transposed_aliased", "transposed", "permuted")
 _LAYOUT = re.compile(r"\{([\d,]+)[^}]*\}")
 _DIMENSIONS = re.compile(r"dimensions=\{([\d,]*)\}")
 _ALIASED = 256  # elements: rows this far apart, or a multiple, share few sets of the first cache
@@ -85,12 +87,28 @@ def fused_work(fused: Computation, partitions: int) -> LoopWork:
     counts = sum(map(_count, results)), *(_computed(fused, one) for one in reductions)
     elements: Counter[str] = Counter()
     moved = sum(map(nbytes, results))
+    if any(_kind(fused, fused.instructions[name]) == "to_bfloat16" for name in in_place):
+        elements["to_bfloat16"] += sum(map(_count, results))  # the update, after it was computed
     for one in fused.instructions.values():
         if one.opcode == "parameter":
             moved += _bytes_read(one, one, users, in_place)
         elif one.name not in in_place and (kind := _kind(fused, one)):
             elements[kind] += min(_computed(fused, one), max(counts))
-    return LoopWork(moved, _sorted(elements), partitions)
+    return LoopWork(moved, _sorted(_moved_once(elements, fused)), partitions)
+
+
+def _moved_once(elements: Counter[str], fused: Computation) -> Counter[str]:
+    """Return elements in which a transposition that takes two instructions counts once.
+
+    A transposition alone is faster than one whose loop also slices or converts.
+    """
+    moves = {kind: elements.pop(kind) for kind in _MOVES if kind in elements}
+    if moves:
+        kind = next(kind for kind in _MOVES if kind in moves)
+        opcodes = {one.opcode for one in fused.instructions.values()}
+        is_alone = kind != "permuted" and opcodes <= {"parameter", *_THROUGH} - {"convert"}
+        elements["transposed_alone" if is_alone else kind] += max(moves.values())
+    return elements
 
 
 def _results(fused: Computation) -> tuple[list[str], set[str]]:
@@ -104,8 +122,9 @@ def _results(fused: Computation) -> tuple[list[str], set[str]]:
         if path is None:
             shapes.append(fused.instructions[name].shape)
             continue
-        update = fused.instructions[path[-1]].operands[1]
-        shapes.append(fused.instructions[update].shape)
+        update = fused.instructions[fused.instructions[path[-1]].operands[1]].shape
+        dtype, _ = arrays(fused.instructions[name].shape)[0]
+        shapes.append(f"{dtype}[{','.join(map(str, arrays(update)[0][1]))}]")
         in_place |= {*path, *_origins(fused, fused.instructions[path[-1]].operands[0])}
     return shapes, in_place
 
@@ -171,7 +190,11 @@ def _kind(computation: Computation, one: Instruction) -> str | None:
 
 
 def _kind_of_move(computation: Computation, one: Instruction) -> str | None:
-    """Return "transposed" if neighbours in the result are not neighbours in the operand."""
+    """Return how an instruction moves elements; None if it keeps their order.
+
+    "transposed": neighbours in the result are none in the operand. "permuted": runs of neighbours
+    are in another order.
+    """
     shapes = computation.operand_shapes(one)
     if not shapes:
         return None
@@ -181,15 +204,29 @@ def _kind_of_move(computation: Computation, one: Instruction) -> str | None:
     if one.opcode == "transpose" and (found := _DIMENSIONS.search(one.rest)):
         minor = [int(index) for index in found[1].split(",")][minor]
     if minor == source_minor:
-        return None
+        return None if _order(one) == _layout(shapes[0]) else "permuted"
     _, sizes = arrays(shapes[0])[0]
     return "transposed" if sizes[source_minor] % _ALIASED else "transposed_aliased"
 
 
+def _order(one: Instruction) -> list[int]:
+    """Return the operand's dimensions in the order of the result's memory, fastest first."""
+    order = _layout(one.shape)
+    if one.opcode == "transpose" and (found := _DIMENSIONS.search(one.rest)):
+        dimensions = [int(index) for index in found[1].split(",")]
+        return [dimensions[index] for index in order]
+    return order
+
+
+def _layout(shape: str) -> list[int]:
+    found = _LAYOUT.search(shape)
+    return [int(index) for index in found[1].split(",")] if found else []
+
+
 def _minor(shape: str) -> int | None:
     """Return the dimension whose elements are neighbours in memory; None of a scalar."""
-    found = _LAYOUT.search(shape)
-    return int(found[1].split(",")[0]) if found else None
+    layout = _layout(shape)
+    return layout[0] if layout else None
 
 
 def _computed(computation: Computation, one: Instruction) -> int:

@@ -88,11 +88,14 @@ def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]]:
     """Return function, arguments and number of elements of each kind of loop."""
     matrix, keys = jnp.ones((_ROWS, 256)), jnp.arange(_ELEMENTS >> 4)[::-1]
     stacked, aliased = jnp.ones((4, _ROWS, 320)), jnp.ones((4, _ROWS, 512))
+    narrow, heads = matrix.astype(jnp.bfloat16), jnp.ones((_ROWS, 5, 64), jnp.bfloat16)
     indices = (jnp.arange(_ROWS) * 7919) % _ROWS
     return {
         "reduce": (lambda x: x.sum(1), (matrix,), matrix.size),
         "transposed": (_transposed_slice, (stacked, jnp.int32(1)), _ROWS * 320),
         "transposed_aliased": (_transposed_slice, (aliased, jnp.int32(1)), _ROWS * 512),
+        "transposed_alone": (lambda x: x.T.copy(), (narrow,), narrow.size),
+        "permuted": (_permuted_update, (stacked, heads, jnp.int32(1)), heads.size),
         "concatenate": (lambda x: jnp.concatenate([x, x], 1), (matrix,), 2 * matrix.size),
         "gather": (lambda x, i: x[i], (matrix, indices), matrix.size),
         "scatter": (lambda x, i: x.at[i].add(x), (matrix, indices), matrix.size),
@@ -104,6 +107,13 @@ def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]]:
 def _transposed_slice(stacked: jax.Array, index: jax.Array) -> jax.Array:
     """Transpose one of several matrices, in the loop that reads it, as backward passes do."""
     return jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False).T.astype(jnp.bfloat16)
+
+
+def _permuted_update(stacked: jax.Array, heads: jax.Array, index: jax.Array) -> jax.Array:
+    """Store heads in another order into one of several arrays, as forward passes do."""
+    stack = stacked.reshape(len(stacked), heads.shape[1], _ROWS, heads.shape[2])
+    update = jnp.transpose(heads, (1, 0, 2)).astype(stack.dtype)[None]
+    return jax.lax.dynamic_update_slice_in_dim(stack[:1], update, index * 0, 0)
 
 
 def _moved(

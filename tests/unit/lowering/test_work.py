@@ -2,7 +2,8 @@
 
 import json
 
-from lowering.hlo.loop_work import LoopWork
+from lowering.hlo.loop_work import LoopWork, fused_work
+from lowering.hlo.text import parse
 from lowering.hlo.work import Product, ProgramWork, read_work
 
 PROGRAM = """\
@@ -27,6 +28,27 @@ HloModule jit_train, is_scheduled=true
   %flat = bf16[8,256]{1,0} bitcast(%narrow)
   %turned = bf16[256,8]{0,1} transpose(%flat), dimensions={1,0}
   ROOT %copied = bf16[256,8]{1,0} copy(%turned)
+}
+
+%fused_heads (p0: bf16[8,4,64]) -> bf16[4,8,64] {
+  %p0 = bf16[8,4,64]{2,1,0} parameter(0)
+  ROOT %heads = bf16[4,8,64]{2,1,0} transpose(%p0), dimensions={1,0,2}
+}
+
+%fused_alone (p0: f32[8,300]) -> f32[300,8] {
+  %p0 = f32[8,300]{1,0} parameter(0)
+  %turned = f32[300,8]{0,1} transpose(%p0), dimensions={1,0}
+  ROOT %copied = f32[300,8]{1,0} copy(%turned)
+}
+
+%fused_narrow (p0: bf16[4,8], p1: f32[1,8], p2: s32[]) -> bf16[4,8] {
+  %p0 = bf16[4,8]{1,0} parameter(0)
+  %wide = f32[4,8]{1,0} convert(%p0)
+  %p1 = f32[1,8]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %updated = f32[4,8]{1,0} dynamic-update-slice(%wide, %p1, %p2, %zero)
+  ROOT %narrow = bf16[4,8]{1,0} convert(%updated)
 }
 
 %fused_dot (p0: bf16[8,256], p1: bf16[256,32]) -> f32[8,32] {
@@ -86,3 +108,15 @@ def test_a_record_has_the_whole_work():
     work = read_work(PROGRAM)
     assert ProgramWork.from_record(json.loads(json.dumps(work.to_record()))) == work
     assert work.arrays == 3 + 2
+
+
+def test_moves_are_told_apart_and_an_update_is_rounded_alone():
+    computations = parse(PROGRAM).computations
+    heads, alone, narrow = (
+        dict(fused_work(computations[f"fused_{name}"], 1).elements)
+        for name in ("heads", "alone", "narrow")
+    )
+    assert heads == {"permuted": 4 * 8 * 64}
+    assert alone == {"transposed_alone": 300 * 8}
+    assert narrow == {"to_bfloat16": 8}
+    assert fused_work(computations["fused_narrow"], 1).bytes == 8 * (4 + 2) + 4

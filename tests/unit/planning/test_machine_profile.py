@@ -44,7 +44,8 @@ def made_up(**changes):
         "measured_at": "2026-01-02T03:04:05+00:00",
         "products": (product(1e-3, 1, 512, 512, 512), product(8e-3, 1, 1024, 1024, 1024)),
         "memory": (
-            MeasuredStream(1e-6, 0.0, "copy", 10**5),
+            MeasuredStream(1e-7, 0.0, "copy", 10**4),
+            MeasuredStream(1e-5, 0.0, "copy", 10**5),
             MeasuredStream(1e-3, 0.0, "copy", 10**7),
         ),
         "functions": (
@@ -121,8 +122,15 @@ def test_a_loop_takes_as_long_as_its_memory_or_its_functions():
     profile = made_up()
     assert loop_seconds(LoopWork(10**7, (("exp", 1000),), 1), profile) == pytest.approx(1e-3)
     assert loop_seconds(LoopWork(1000, (("exp", 10**6),), 1), profile) == pytest.approx(1e-3)
-    between = loop_seconds(LoopWork(10**6, (), 1), profile)
-    assert between == pytest.approx(10**6 * (1e-11 + 1e-10) / 2)
+    in_cache = loop_seconds(LoopWork(round(10**4.5), (), 1), profile)
+    assert in_cache == pytest.approx(10**4.5 * (1e-11 + 1e-10) / 2, 1e-3)
+
+
+def test_a_loop_over_arrays_beyond_the_cache_takes_what_the_largest_stream_takes():
+    profile = replace(
+        made_up(), memory=(*made_up().memory, MeasuredStream(1.0, 0.0, "copy", 10**9))
+    )
+    assert loop_seconds(LoopWork(10**6, (), 1), profile) == pytest.approx(10**6 * 1e-9)
 
 
 def test_a_collective_is_linear_between_measured_sizes_and_beyond():

@@ -1,0 +1,203 @@
+"""Predicted beside measured steps on this CPU, after `graphtrain doctor --measure`.
+
+    python tests/benchmarks/calibration.py [--only NAME] [--json FILE]
+
+Twelve configurations of different sizes, meshes, dtypes, checkpointing and models. Each one is
+compiled, planned and trained in a process of its own: the median of five runs of four steps, in
+processor time of the process and by the clock. Nothing of the time model is fitted to steps; what
+was looked at while it was written is marked, the other configurations are held out.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from measuring import ENVIRONMENT, ROOT, finish
+
+RUNS, STEPS = 5, 4
+TOLERANCE = 0.15  # of the measured processor time
+LLAMA = {"layers": 4, "embed": 192, "heads": 6, "kv_heads": 2, "mlp": 512, "vocab": 4096}
+WIDE = {"layers": 4, "embed": 512, "heads": 8, "kv_heads": 8, "mlp": 1408, "vocab": 8192}
+GPT = {"activation": "gelu", "positions": "learned", "norm": "layer"}
+MIXTURE = {"moe": {"experts": 8, "experts_per_token": 2}, "vocab": 1024}
+
+# name: target, mesh, model, batch (sequences, length); and the names that were looked at.
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[int, int]]] = {
+    "quickstart": ("cpu:2", {"fsdp": 2}, LLAMA | {"remat": "none"}, (16, 128)),
+    "quickstart, one device": ("cpu:1", {}, LLAMA | {"remat": "none"}, (16, 128)),
+    "wide, bfloat16": ("cpu:1", {}, WIDE | {"remat": "none"}, (4, 256)),
+    "wide, float32": ("cpu:1", {}, WIDE | {"remat": "none", "dtype": "float32"}, (4, 256)),
+    "mixture, experts on 2": (
+        "cpu:4",
+        {"data": 2, "expert": 2},
+        LLAMA | MIXTURE | {"remat": "dots", "dtype": "float32"},
+        (16, 128),
+    ),
+    "long sequence": ("cpu:1", {}, LLAMA | {"remat": "full", "layers": 2}, (1, 2048)),
+    "small, float32": ("cpu:1", {}, LLAMA | {"dtype": "float32", "remat": "dots"}, (8, 128)),
+    "GPT-like": ("cpu:1", {}, WIDE | GPT | {"remat": "dots", "vocab": 4096}, (8, 128)),
+    "tensor parallel": ("cpu:2", {"tensor": 2}, LLAMA | {"remat": "dots"}, (16, 128)),
+    "data and fsdp on 4": (
+        "cpu:4",
+        {"data": 2, "fsdp": 2},
+        LLAMA | {"remat": "full", "dtype": "float32"},
+        (16, 128),
+    ),
+    "mixture, one device": ("cpu:1", {}, LLAMA | MIXTURE | {"remat": "none"}, (8, 128)),
+    "imported Llama": ("cpu:2", {"fsdp": 2}, {"hf": str(ROOT / "examples/hf-llama")}, (8, 128)),
+}
+SEEN = [*CONFIGURATIONS][:6]
+
+
+def configuration(name: str) -> str:
+    """Return the TOML of a configuration."""
+    target, mesh, model, (sequences, length) = CONFIGURATIONS[name]
+    return f"""
+[program]
+target = "{target}"
+mesh = {_table(mesh)}
+model = {_table(model)}
+batch = {{ global_batch_size = {sequences}, seq_len = {length} }}
+[run]
+directory = "none"
+steps = 1
+data = {{ train = "none" }}
+"""
+
+
+def _table(settings: dict[str, Any]) -> str:
+    def text(value: Any) -> str:
+        return _table(value) if isinstance(value, dict) else json.dumps(value)
+
+    return "{ " + ", ".join(f"{name} = {text(value)}" for name, value in settings.items()) + " }"
+
+
+class Program:
+    """A configuration, compiled and ready to take steps as a run does."""
+
+    def __init__(self, name: str) -> None:
+        import numpy as np
+
+        import lowering
+        from graphtrain.config import load_config
+        from graphtrain.config.resolve import resolve
+        from graphtrain.planning.predicted import predicted_time
+
+        with tempfile.TemporaryDirectory() as directory:
+            file = Path(directory) / "config.toml"
+            file.write_text(configuration(name))
+            self.program = resolve(load_config(file, []).program)
+        self._backend = lowering.backend(self.program.target)
+        self._step = self._loaded("train")
+        self.time = predicted_time(self.program, self._step.record)
+        self._state = self._loaded("init")(np.uint32(0))["state"]
+        self._described = self._step.inputs("batch")
+        random = np.random.default_rng(0)
+        self._batch = {
+            key: np.ones(one.shape, one.dtype)
+            if key == "weights"
+            else random.integers(0, 1000, one.shape).astype(one.dtype)
+            for key, one in self._described.items()
+        }
+
+    def _loaded(self, graph: str) -> Any:
+        from graphtrain.graphs.build import build_graph
+
+        program, built = self.program, build_graph(self.program, graph)
+        lowered = self._backend.lower(built, program.rules, program.mesh, program.target)
+        return self._backend.load(self._backend.compile(lowered), program.target)
+
+    def take(self, steps: int) -> tuple[float, float]:
+        """Take steps; return processor time and time by the clock of one of them."""
+        import numpy as np
+
+        began, used = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            batch = self._backend.to_devices(self._batch, self._described)
+            outputs = self._step(self._state, batch, np.float32(1e-4))
+            self._state = outputs["state"]
+            float(outputs["metrics"]["loss"])
+        return (time.process_time() - used) / steps, (time.perf_counter() - began) / steps
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Compile a configuration, predict its step and take steps, in this process."""
+    from lowering.machine import host
+    from lowering.machine.memory_pages import use_huge_pages
+
+    host.retain_freed_memory()
+    program = Program(name)
+    if (predicted := program.time.measured) is None:
+        raise SystemExit(f"no profile: {program.time.profile_note}")
+    program.take(1)
+    if merging := use_huge_pages():
+        merging.join()
+    program.take(1)
+    processor, clock = zip(*(program.take(STEPS) for _ in range(RUNS)), strict=True)
+    return {
+        "source": predicted.source,
+        "processor": statistics.median(processor),
+        "spread": (max(processor) - min(processor)) / statistics.median(processor),
+        "clock": statistics.median(clock),
+        "predicted_processor": predicted.total.processor,
+        "predicted_clock": predicted.total.clock,
+        "products": predicted.products.processor,
+        "loops": predicted.loops.processor,
+        "communication": sum(one.processor for one in predicted.communication.values()),
+    }
+
+
+def in_process(name: str) -> dict[str, Any]:
+    """Measure a configuration in a process of its own, whose devices JAX then fixes."""
+    command = [sys.executable, __file__, "--measure", name]
+    result = subprocess.run(command, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE)
+    if result.returncode:
+        raise SystemExit(f"{name}: failed, see above")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def table_row(name: str, row: dict[str, Any]) -> str:
+    """Return a row of the table in docs/BENCHMARKS.md."""
+    kind = "held out" if row["held_out"] else "seen"
+    used = f"{row['processor']:.3f} | {row['predicted_processor']:.3f} | {row['error']:+.0%}"
+    clock = f"{row['clock']:.3f} | {row['predicted_clock']:.3f} | {row['clock_error']:+.0%}"
+    return f"| {name} | {kind} | {used} | {clock} | {row['spread']:.0%} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", action="append", choices=[*CONFIGURATIONS])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measure(arguments.measure)))
+        return
+    rows = {}
+    for name in arguments.only or CONFIGURATIONS:
+        rows[name] = row = in_process(name)
+        row["held_out"] = name not in SEEN
+        row["error"] = row["predicted_processor"] / row["processor"] - 1
+        row["clock_error"] = row["predicted_clock"] / row["clock"] - 1
+        print(table_row(name, row), flush=True)
+    errors = {name: abs(row["error"]) for name, row in rows.items()}
+    within = {name for name, error in errors.items() if error <= TOLERANCE}
+    held_out = errors.keys() - {*SEEN}
+    summary = {
+        "load": os.getloadavg()[0],
+        "within": f"{len(within)} of {len(rows)}",
+        "held_out_within": f"{len(within & held_out)} of {len(held_out)}",
+        "median_error": statistics.median(errors.values()),
+    }
+    finish(summary | {"rows": rows}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
