@@ -90,6 +90,13 @@ def vocab_size(hf: str, overrides: Mapping[str, Any]) -> int | None:
     return _size(read_config(hf, overrides), ("vocab_size",))
 
 
+def with_vocab_size(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return a configuration with another vocabulary size, which it has to state."""
+    if isinstance(config.get("vocab_size"), int):
+        return dict(config) | {"vocab_size": rows}
+    return dict(config) | {"text_config": dict(config["text_config"]) | {"vocab_size": rows}}
+
+
 # Size of the native model: names that the model families of transformers give it.
 SIZE_NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),

@@ -22,13 +22,14 @@ import jax.numpy as jnp
 import torch
 from jax.extend.core import Literal
 
-from graphtrain.config.hf_config import read_config
+from graphtrain.config.hf_config import read_config, with_vocab_size
 from graphtrain.config.user_code import add_to_path
 from graphtrain.errors import ImportedModelError, StrictFrontEndRequired
 from graphtrain.models.attention.ring_order import positions
 from graphtrain.models.batch_images import batch_images, with_images
 from graphtrain.models.layer_terms import NO_TERMS, LayerTerms
 from graphtrain.models.quantized_matmul import quantization_of
+from graphtrain.models.vocab_padding import mask_padding
 from graphtrain.torch_frontend import private_torch
 from graphtrain.torch_frontend.adapted_parameter import cast_adapted, is_adapted
 from graphtrain.torch_frontend.attention import feature_needing_native_attention
@@ -178,6 +179,8 @@ def factory(model: TorchModel) -> Callable[[], torch.nn.Module]:
         from graphtrain.torch_frontend.transformers_model import from_config
 
         config = read_config(model.hf, model.overrides)
+        if model.vocab_padding and model.vocab:
+            config = with_vocab_size(config, model.vocab)
         return lambda: from_config(config, with_images=bool(model.images))
     assert model.torch is not None
     name, function = split_name(model.torch)
@@ -549,7 +552,12 @@ class OpenedModel:
             ImportedModelError: they are not (batch, seq, vocab).
         """
         self._check_logits(out, tokens.shape)
-        return constrain(out.jax().astype(jnp.float32), "batch", "seq", "vocab")
+        return self._masked(out.jax())
+
+    def _masked(self, logits: jax.Array) -> jax.Array:
+        """Return logits in float32; those of rows that pad the vocabulary are never predicted."""
+        masked = mask_padding(logits.astype(jnp.float32), self.settings.vocab_tokens)
+        return constrain(masked, "batch", "seq", "vocab")
 
     def _strict_logits(
         self, arrays: dict[str, jax.Array], tokens: jax.Array, key: jax.Array | None
@@ -577,7 +585,7 @@ class OpenedModel:
             for path, names in self.parameter_names_by_path().items()
         }
         out = graph.logits(by_name, tokens, jax.random.key(0) if key is None else key)
-        return constrain(out.astype(jnp.float32), "batch", "seq", "vocab")
+        return self._masked(out)
 
     def _feature_needing_native_attention(self) -> str | None:
         """Return the requested feature that only graphtrain's attention supports, or None."""

@@ -38,7 +38,9 @@ def open_adapter(
         from graphtrain.weights.imported_peft import ImportedPeftAdapter
 
         assert program.adapter is not None
-        return ImportedPeftAdapter(directory, program.adapter, weights.names)
+        model = program.model
+        vocab = model.vocab or 0, model.vocab_tokens
+        return ImportedPeftAdapter(directory, program.adapter, weights.names, vocab)
     return PeftAdapter(directory, program, weights.side)
 
 

@@ -17,6 +17,7 @@ from graphtrain.config.schema import Adapter
 from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import LORA_A, LORA_B
 from graphtrain.weights.expert_factors import WRAPPED
+from graphtrain.weights.padded_parts import is_stored_unpadded
 from graphtrain.weights.peft import (
     PEFT_PREFIX,
     load_adapter_tensors,
@@ -39,16 +40,23 @@ class ImportedPeftAdapter:
         WeightsError: the adapter is of an unsupported kind.
     """
 
-    def __init__(self, directory: Path, adapter: Adapter, base_names: Collection[str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        adapter: Adapter,
+        base_names: Collection[str],
+        vocab: tuple[int, int] = (0, 0),
+    ) -> None:
         """Read the folder.
 
         Args:
             directory: Folder that PEFT saved.
             adapter: Settings of the adapter that is trained.
             base_names: Names of the tensors of the base weights.
+            vocab: Rows of the vocabulary in the program, and those that stand for a token.
         """
         self.directory, self._adapter = directory, adapter
-        self._base_names = frozenset(base_names)
+        self._base_names, self._vocab = frozenset(base_names), vocab
         self._config = read_adapter_config(directory, allow_parameters=True)
         self._tensors = {
             name.removeprefix(PEFT_PREFIX): tensor.astype(np.float32)
@@ -79,7 +87,7 @@ class ImportedPeftAdapter:
                 arrays |= {path: a, f"{stem}/{LORA_B}": b}
             else:
                 names = self._saved(path, shape, stages)
-                arrays[path] = self._read(names)
+                arrays[path] = self._padded(self._read(names), shape)
                 whole += names
             unread -= set(names)
         unread -= self._copies(unread, whole)
@@ -136,7 +144,7 @@ class ImportedPeftAdapter:
     def _saved(self, path: str, shape: tuple[int, ...], stages: Stages | None) -> list[str]:
         name = path.replace("/", ".")
         for form in _forms(shape, stages, least=1):
-            if names := self._find(name, form):
+            if names := self._find(name, form, self._vocab):
                 return names
         raise WeightsError(
             f"{self.directory} has no {name} of shape {list(shape)}, which [program.adapter] "
@@ -151,12 +159,24 @@ class ImportedPeftAdapter:
             if any(np.array_equal(self._tensors[name], self._tensors[one]) for one in whole)
         }
 
-    def _find(self, name: str, form: _Form) -> list[str]:
+    def _padded(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a weight with rows of zeros that pad the vocabulary."""
+        rows, tokens = self._vocab
+        sizes = (None,) * (array.ndim - len(shape)) + shape[len(shape) - array.ndim :]
+        missing = [
+            (0, rows - tokens if (found, size) == (tokens, rows) else 0)
+            for found, size in zip(array.shape, sizes, strict=True)
+        ]
+        return np.pad(array, missing) if rows > tokens else array
+
+    def _find(self, name: str, form: _Form, vocab: tuple[int, int] = (0, 0)) -> list[str]:
         """Return the name of a tensor, or those of its rows in all layers; empty: there is none."""
 
         def has(names: list[str]) -> bool:
             return all(
-                one in self._tensors and self._tensors[one].shape == form.shape for one in names
+                one in self._tensors
+                and is_stored_unpadded(self._tensors[one].shape, form.shape, *vocab)
+                for one in names
             )
 
         if form.layers is None:

@@ -22,7 +22,7 @@ from graphtrain.weights.peft import (
     common_config,
     name_within_layer,
 )
-from graphtrain.weights.torch_modules import block_rows
+from graphtrain.weights.torch_modules import block_rows, unpadded_module
 
 if TYPE_CHECKING:
     from graphtrain.config.resolve import ResolvedProgram
@@ -98,8 +98,10 @@ def _tensors_and_config(
             tensors[f"{PEFT_PREFIX}{module}.lora_A.weight"] = a
             tensors[f"{PEFT_PREFIX}{module}.lora_B.weight"] = b
     tied = _tied_names(opened)
+    parameters = unpadded_module(opened).parameters()
     for path in saved:
-        for name, row in zip(names[path], rows(path, path), strict=True):
+        for name, padded_row in zip(names[path], rows(path, path), strict=True):
+            row = padded_row[tuple(map(slice, parameters[name].shape))]
             for one in (name, *tied.get(name, ())):
                 tensors[PEFT_PREFIX + one] = row
                 whole.append(one)

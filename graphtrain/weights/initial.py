@@ -17,6 +17,7 @@ from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.families.family import functional_settings
 from graphtrain.weights.open import open_weights
+from graphtrain.weights.padded_parts import padded_part, zeros_of
 from graphtrain.weights.sources import HF_FILES, WeightSource
 from graphtrain.weights.torch_modules import HuggingFaceWeights
 
@@ -120,16 +121,9 @@ def _part(
     weights: WeightSource, path: str, layer: int | None, shape: tuple[int, ...], index: Index
 ) -> np.ndarray:
     """Return a part in float32; zeros outside the array, and for the padding layer -1."""
-    padded = np.zeros([axis_slice.stop - axis_slice.start for axis_slice in index], np.float32)
     if layer == -1:
-        return padded
-    clipped_index = tuple(
-        slice(min(axis_slice.start, size), min(axis_slice.stop, size))
-        for axis_slice, size in zip(index, shape, strict=True)
-    )
-    values = weights.part(path, layer, clipped_index)
-    padded[tuple(slice(size) for size in values.shape)] = values
-    return padded
+        return zeros_of(index)
+    return padded_part(lambda inside: weights.part(path, layer, inside), shape, index)
 
 
 def copy_hf_files_to_run(weights: WeightSource | HuggingFaceWeights, directory: Path) -> None:

@@ -20,6 +20,7 @@ from graphtrain.errors import WeightsError
 from graphtrain.torch_frontend.block_ranges import blocks_of
 from graphtrain.weights.expert_files import Index, ModuleFiles
 from graphtrain.weights.files import numpy_dtype_of
+from graphtrain.weights.padded_parts import is_stored_unpadded, padded_part, zeros_of
 from graphtrain.weights.quantized_files import open_hugging_face
 from graphtrain.weights.writer import MAX_FILE_BYTES, SafetensorsWriter
 from lowering.machine.extras import optional_import
@@ -193,10 +194,16 @@ class HuggingFaceWeights:
 
     def _part(self, name: str | None, index: Index) -> np.ndarray:
         if name is None:  # a padding row of a stage
-            return np.zeros(
-                [axis_slice.stop - axis_slice.start for axis_slice in index], np.float32
-            )
-        return self._folder.part(name, index)
+            return zeros_of(index)
+        shape = self._folder.shape(name)
+        return padded_part(lambda inside: self._folder.part(name, inside), shape, index)
+
+    def _has_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor has this shape, but for rows that pad the vocabulary."""
+        found, model = self._folder.shape(name), self._model
+        if model is None or model.vocab is None:
+            return found == shape
+        return is_stored_unpadded(found, shape, model.vocab, model.vocab_tokens)
 
     def _names(self, path: str, shape: tuple[int, ...], stages: Stages | None) -> str | np.ndarray:
         """Return the name of an array's tensor, or an array of the names of its rows."""
@@ -206,10 +213,10 @@ class HuggingFaceWeights:
         count = sum(stages.layers) if stages is not None else shape[0] if shape else 0
         # Some folders omit the first component.
         for name in (dotted, dotted.partition(".")[2], _RENAMED.get(dotted, dotted)):
-            if name in available_names and self._folder.shape(name) == shape:
+            if name in available_names and self._has_shape(name, shape):
                 return name
             for rows in rows_of(name, count, available_names):
-                if all(self._folder.shape(row) == shape[leading:] for row in rows):
+                if all(self._has_shape(row, shape[leading:]) for row in rows):
                     return _in_layer_order(rows, shape[:leading], stages)
         module_name = dotted.split(".")[-2:][0]  # a parameter of the root module has no owner
         similar_names = [
@@ -223,6 +230,12 @@ class HuggingFaceWeights:
         raise WeightsError(
             f"run.init_from: {self.directory} does not contain {dotted} of shape {shape}{hint}"
         )
+
+
+def unpadded_module(opened: OpenedModel) -> MetaModule:
+    """Return a model's module without rows that pad the vocabulary, and without weights."""
+    model = opened.settings
+    return opened.meta if model.vocab_padding is None else _module_of(model.without_padding())
 
 
 def _module_of(model: TorchModel) -> MetaModule:
@@ -351,14 +364,15 @@ def export(
     host = Target.parse("cpu:1")
     lowering.backend(host).compile_devices(host)  # keeps JAX from initialising other devices
     opened = TorchLanguageModel(model).opened()
-    buffers = stored_buffers(opened.meta)
-    parameters = {name: tuple(one.shape) for name, one in opened.meta.parameters().items()}
+    module = unpadded_module(opened)
+    buffers = stored_buffers(module)
+    parameters = {name: tuple(one.shape) for name, one in module.parameters().items()}
     published = None
     if model.hf is not None:
         from graphtrain.weights.published import SavedTensors
 
         shapes = parameters | {name: buffer.shape for name, buffer in buffers.items()}
-        published = SavedTensors(opened.meta.module, shapes)
+        published = SavedTensors(module.module, shapes)
     constants: dict[str, np.ndarray] = {}  # they keep their dtype
     for name, buffer in buffers.items():
         constants |= dict(published.add(name, buffer) if published else [(name, buffer)])
@@ -374,7 +388,8 @@ def export(
     for num_written, (path, names) in enumerate(stored.items()):
         progress(num_written, len(stored))
         rows = rows_by_path(path)
-        for name, row in zip(names, rows, strict=True):
+        for name, padded_row in zip(names, rows, strict=True):
+            row = padded_row[tuple(map(slice, parameters[name]))]
             for written, tensor in published.add(name, row) if published else [(name, row)]:
                 writer.write(written, tensor.astype(written_dtype, copy=False))
     writer.close()

@@ -1,5 +1,6 @@
 """[program.model] with torch or hf: a PyTorch or Hugging Face model in place of the native one."""
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -35,7 +36,8 @@ class TorchModel:
     torch: str | None = None  # "module:factory" or "file.py:factory" that returns a torch.nn.Module
     hf: LocalPath | None = None  # folder with a config.json of transformers, or such a file
     overrides: Overrides = _EMPTY  # replace settings of config.json; with torch: factory arguments
-    vocab: Positive | None = None  # rows of the embedding; with hf, unset: as in config.json
+    vocab: Positive | None = None  # rows of the embedding; with hf, unset: tokens and padding
+    vocab_padding: Positive | None = None  # with hf: rows added to the vocabulary, never predicted
     axes: dict[str, tuple[str, ...]] = _EMPTY  # array axes by weight name: "*.wq.weight"; "": none
     dtype: ComputeDtype = "bfloat16"  # older name of program.precision.compute
     remat: Literal["none", "attention", "dots", "full"] = "dots"  # what the backward recomputes
@@ -50,11 +52,8 @@ class TorchModel:
     def __post_init__(self) -> None:
         if (self.torch is None) == (self.hf is None):
             raise ValueError("set either torch or hf")
-        if self.vocab is None:
-            try:
-                set_derived_defaults(self, vocab=self.hf and vocab_size(self.hf, self.overrides))
-            except ImportedModelError as error:
-                raise ValueError(str(error)) from error
+        if self.vocab is None or self.vocab_padding is not None:
+            self._set_vocab()
         if self.vocab is None:
             raise ValueError("vocab is unknown; set it to the number of rows of the embedding")
         self._check_images()
@@ -83,11 +82,40 @@ class TorchModel:
         except ImportedModelError as error:
             raise ValueError(str(error)) from error
 
+    def _set_vocab(self) -> None:
+        """Derive the rows of the vocabulary from config.json and the padding.
+
+        Raises:
+            ValueError: the padding cannot be added, or contradicts vocab.
+        """
+        try:
+            tokens = None if self.hf is None else vocab_size(self.hf, self.overrides)
+        except ImportedModelError as error:
+            raise ValueError(str(error)) from error
+        if tokens is None:
+            if self.vocab_padding is None:
+                return
+            raise ValueError(
+                "vocab_padding needs hf with a vocab_size in config.json, because it changes that; "
+                "a module of torch has its own number of rows"
+            )
+        rows = tokens + (self.vocab_padding or 0)
+        if self.vocab_padding is not None and self.vocab not in (None, rows):
+            raise ValueError(
+                f"vocab = {self.vocab} is not vocab_size = {tokens} of config.json and "
+                f"vocab_padding = {self.vocab_padding}; remove vocab, or set it to {rows}"
+            )
+        set_derived_defaults(self, vocab=rows)
+
     @property
     def vocab_tokens(self) -> int:
-        """Number of rows of the embedding: any of them may stand for a token."""
+        """Number of rows of the embedding that may stand for a token."""
         assert self.vocab is not None
-        return self.vocab
+        return self.vocab - (self.vocab_padding or 0)
+
+    def without_padding(self) -> "TorchModel":
+        """Return the settings of the same model without rows that pad the vocabulary."""
+        return replace(self, vocab=self.vocab_tokens, vocab_padding=None)
 
     def __hash__(self) -> int:
         return hash(repr(self))  # dictionaries are not hashable
