@@ -25,7 +25,12 @@ RUNS, STEPS = 5, 4
 TOLERANCE = 0.15  # of the measured processor time
 LLAMA = {"layers": 4, "embed": 192, "heads": 6, "kv_heads": 2, "mlp": 512, "vocab": 4096}
 WIDE = {"layers": 4, "embed": 512, "heads": 8, "kv_heads": 8, "mlp": 1408, "vocab": 8192}
-GPT = {"activation": "gelu", "positions": "learned", "norm": "layer"}
+GPT = {
+    "activation": "gelu",
+    "positions": "learned",
+    "norm": "layer",
+    "max_position_embeddings": 256,
+}
 MIXTURE = {"moe": {"experts": 8, "experts_per_token": 2}, "vocab": 1024}
 
 # name: target, mesh, model, batch (sequences, length); and the names that were looked at.
