@@ -65,12 +65,25 @@ def read_config(hf: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
         raise ImportedModelError(
             f"{path} has no model_type, so it is not the configuration of a transformers model"
         )
-    return config | {name: _merged(config, name, value) for name, value in overrides.items()}
+    if "text_config" in overrides and not isinstance(config.get("text_config"), dict):
+        raise ImportedModelError(
+            f"program.model.overrides: {path} states the settings of the language model beside the "
+            "others, without text_config; override them there"
+        )
+    return with_overrides(config, overrides)
 
 
-def _merged(config: Mapping[str, Any], name: str, value: Any) -> Any:
-    part = config.get(name) if name.endswith("_config") else None
-    return part | value if isinstance(part, dict) and isinstance(value, dict) else value
+def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration, or overrides, with further overrides.
+
+    Those of a part (text_config, vision_config) replace only the entries that they name.
+    """
+
+    def merged(name: str, value: Any) -> Any:
+        part = config.get(name) if name.endswith("_config") else None
+        return part | value if isinstance(part, dict) and isinstance(value, dict) else value
+
+    return {**config, **{name: merged(name, value) for name, value in overrides.items()}}
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
@@ -91,10 +104,14 @@ def vocab_size(hf: str, overrides: Mapping[str, Any]) -> int | None:
 
 
 def with_vocab_size(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return a configuration with another vocabulary size, which it has to state."""
+    """Return a configuration with another vocabulary size, in every part that states it."""
+    changed = dict(config)
     if isinstance(config.get("vocab_size"), int):
-        return dict(config) | {"vocab_size": rows}
-    return dict(config) | {"text_config": dict(config["text_config"]) | {"vocab_size": rows}}
+        changed["vocab_size"] = rows
+    text = config.get("text_config")
+    if isinstance(text, dict) and isinstance(text.get("vocab_size"), int):
+        changed["text_config"] = text | {"vocab_size": rows}
+    return changed
 
 
 # Size of the native model: names that the model families of transformers give it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphtrain.config.hf_config import config_path, first_int, read_config
@@ -13,8 +14,9 @@ from sharding_rules.documents import DocumentError, read_object
 if TYPE_CHECKING:
     from graphtrain.config.schema import TorchModel
 
-# Files of an image processor, as transformers writes them now and as it did.
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+# Files of an image processor. transformers reads the first one that has settings of images.
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_WITH_CLASS_TOKEN = "clip_vision_model"  # the only tower of Llava whose first feature is no patch
 _TOKEN_NAMES = ("image_token_id", "image_token_index")
 _PATCH_NAMES = ("patch_size", "spatial_patch_size")
 
@@ -86,9 +88,22 @@ def image_layout(model: TorchModel) -> ImageLayout | None:
             f"squares of {unit} x {unit} pixels; use multiples of {unit}"
         )
     grid = height // unit, width // unit
-    with_class_token = config.get("vision_feature_select_strategy") == "full"
-    tokens = grid[0] * grid[1] + with_class_token
+    tokens = grid[0] * grid[1] + _other_features(config, vision)
     return ImageLayout(model.images, height, width, token, tokens, grid)
+
+
+def _other_features(config: Mapping[str, Any], vision: Mapping[str, Any]) -> int:
+    """Return how many features of an image a model reads beyond those of patches; -1: one fewer.
+
+    Llava drops the first feature by default, that of a class token. Settings that are not stated
+    have the defaults of transformers.
+    """
+    is_llava = "llava" in str(config.get("model_type"))
+    if not is_llava and "vision_feature_select_strategy" not in config:
+        return 0
+    has_class_token = vision.get("model_type", _WITH_CLASS_TOKEN) == _WITH_CLASS_TOKEN
+    drops_first = config.get("vision_feature_select_strategy", "default") == "default"
+    return int(has_class_token) - int(drops_first)
 
 
 def _vision_config(hf: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -108,17 +123,7 @@ def read_normalization(hf: str) -> Normalization:
         ImportedModelError: there is no such file, or it does not say how.
     """
     folder = config_path(hf).parent
-    path = next((path for name in PROCESSOR_FILES if (path := folder / name).is_file()), None)
-    if path is None:
-        raise ImportedModelError(
-            f"program.model.images: {folder} has no {PROCESSOR_FILES[0]}, which says how pixels "
-            "are normalized; copy it from the model's folder"
-        )
-    try:
-        settings = read_object(path)
-    except (OSError, DocumentError) as error:
-        raise ImportedModelError(f"{path} cannot be used: {error}") from None
-    settings = settings.get("image_processor", settings)
+    path, settings = _processor_settings(folder)
     factor, mean, std = 1.0, (0.0,) * 3, (1.0,) * 3
     if _setting(settings, "do_rescale", True):
         factor = _setting(settings, "rescale_factor", 1 / 255)
@@ -131,6 +136,29 @@ def read_normalization(hf: str) -> Normalization:
             f"image_mean = {list(mean)}, image_std = {list(std)}; state all three"
         )
     return Normalization(float(factor), mean, std)  # pyright: ignore[reportArgumentType]
+
+
+def _processor_settings(folder: Path) -> tuple[Path, Mapping[str, Any]]:
+    """Return the file of an image processor, and its settings.
+
+    processor_config.json may have those of the processor of texts alone.
+
+    Source: transformers 5.24, image_processing_base.py, get_image_processor_dict.
+    """
+    for name in PROCESSOR_FILES:
+        path = folder / name
+        try:
+            settings = read_object(path) if path.is_file() else {}
+        except (OSError, DocumentError) as error:
+            raise ImportedModelError(f"{path} cannot be used: {error}") from None
+        if name == PROCESSOR_FILES[0]:
+            settings = settings.get("image_processor", {})
+        if settings:
+            return path, settings
+    raise ImportedModelError(
+        f"program.model.images: {folder} has no {PROCESSOR_FILES[1]}, which says how pixels "
+        "are normalized; copy it from the model's folder"
+    )
 
 
 def _setting(settings: Mapping[str, Any], name: str, default: Any) -> Any:

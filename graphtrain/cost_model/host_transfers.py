@@ -31,7 +31,10 @@ def exposed_seconds(program: ResolvedProgram, compute: float | None) -> float | 
 
 def host_bytes(program: ResolvedProgram) -> int:
     """Return the bytes of host memory that a device's offloaded moments and activations need."""
-    activations = offloaded_activations(program) / program.batch.microbatches
+    activations, pipeline = offloaded_activations(program), program.pipeline
+    keeps_all = pipeline.schedule != "1f1b" and not pipeline.recomputes_stages(program.model.remat)
+    if program.stages is None or not keeps_all:
+        activations /= program.batch.microbatches
     return offloaded_moments(program) + round(activations)
 
 

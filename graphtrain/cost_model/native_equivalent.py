@@ -28,8 +28,9 @@ def with_native_model(program: Program) -> Program:
     native = _native(program)
     if native is None:
         raise PlanError(
-            "this estimate needs the sizes of the model, and neither its configuration nor a token "
-            "embedding shows them; use graphtrain compile, or inspect single arrays with --array"
+            "this estimate needs the sizes of a language model, and neither its configuration nor "
+            "a token embedding shows them (a vision tower is not estimated); use graphtrain "
+            "compile, or inspect single arrays with --array"
         )
     if native is program.model:
         return program

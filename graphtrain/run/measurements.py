@@ -13,7 +13,7 @@ from graphtrain.config.schema import Run
 from graphtrain.cost_model.native_equivalent import sizes_unknown
 from graphtrain.run.metrics import read_journal
 from graphtrain.run.phases import PhasePrograms, PhaseSequence
-from sharding_rules.errors import ShardingError
+from sharding_rules.errors import UserError
 
 
 def record_measurements(
@@ -56,7 +56,7 @@ def _record_phase(
         device_bytes = (peak - baseline_bytes) / target.devices
     try:
         record_run(cache.root, program, phase.programs["train"].record, steps, device_bytes)
-    except (OSError, ShardingError) as error:
+    except (OSError, UserError) as error:
         warnings.warn(
             f"the measurements of this run were not recorded in the ledger of the cache: {error}",
             stacklevel=1,

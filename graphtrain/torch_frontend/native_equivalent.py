@@ -37,6 +37,8 @@ def native_equivalent(model: TorchModel) -> Model | None:
     """
     if model.hf is None:
         return _module_equivalent(model)
+    if model.images:  # a native model has no vision tower
+        return None
     try:
         return _configured_equivalent(model, read_config(model.hf, model.overrides))
     except ValidationError:  # sizes of a family that a native model cannot have, or damaged ones

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from graphtrain.config.hf_config import read_config
+from graphtrain.config.hf_config import read_config, with_overrides
 from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend.meta_module import build_on_meta, parameter_count
 from graphtrain.torch_frontend.model import factory
@@ -29,13 +30,14 @@ def shrink_model(model: TorchModel) -> tuple[TorchModel, dict[str, Any]]:
         ImportedModelError: the model is still too large.
     """
     model, overrides = model.without_padding(), dict(model.parity)
-    small = replace(model, overrides={**model.overrides, **overrides}, parity={})
+    small = replace(model, overrides=with_overrides(model.overrides, overrides), parity={})
     count = parameter_count(build_on_meta(factory(small)))
     if count <= FULL_SIZE_LIMIT:
         return small, overrides
     if model.hf is not None:
-        overrides = _small_overrides(read_config(model.hf, model.overrides)) | overrides
-        small = replace(model, overrides={**model.overrides, **overrides}, parity={})
+        config = read_config(model.hf, model.overrides)
+        overrides = with_overrides(_small_overrides(config), overrides)
+        small = replace(model, overrides=with_overrides(model.overrides, overrides), parity={})
         count = parameter_count(build_on_meta(factory(small)))
     if count > _LIMIT:
         raise ImportedModelError(
@@ -54,16 +56,25 @@ def _small_overrides(config: dict[str, Any]) -> dict[str, Any]:
     )
     hf_config = AutoConfig.for_model(config["model_type"], **settings)
     if isinstance(config.get("vision_config"), dict):
-        return _small_parts(hf_config)
+        return _small_parts(hf_config, config)
     return _small_values(hf_config)
 
 
-def _small_parts(hf_config: Any) -> dict[str, Any]:
-    """Return overrides of the text and of the vision tower of a model of text and images."""
+def _small_parts(hf_config: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return overrides of the text and of the vision tower of a model of text and images.
+
+    Older files state the settings of the text beside the others, without a part for them.
+    """
+    stated = config.get("text_config")
+    is_flat = not isinstance(stated, dict)
     vision, text = hf_config.vision_config, _small_values(hf_config.get_text_config())
     rotary = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
     if sections := rotary.get("mrope_section"):
-        text["rope_parameters"] = rotary | {"mrope_section": _small_sections(sections)}
+        small_rotary = rotary | {"mrope_section": _small_sections(sections)}
+        of_text = config if is_flat else stated
+        # Of two names for the same, transformers prefers the older one.
+        name = "rope_scaling" if of_text.get("rope_scaling") else "rope_parameters"
+        text[name] = small_rotary
     # The language model may read the hidden state after some block from the end.
     read = getattr(hf_config, "vision_feature_layer", None) or 0
     most = max(map(abs, read)) if isinstance(read, list | tuple) else abs(read)
@@ -73,7 +84,7 @@ def _small_parts(hf_config: Any) -> dict[str, Any]:
         small["fullatt_block_indexes"] = list(range(1, layers, 2))
     if getattr(vision, "out_hidden_size", None):
         small["out_hidden_size"] = text["hidden_size"]
-    return {"text_config": text, "vision_config": small}
+    return (text if is_flat else {"text_config": text}) | {"vision_config": small}
 
 
 def _small_sections(sections: list[int]) -> list[int]:

@@ -55,6 +55,7 @@ from sharding_rules.documents import DocumentError, read_bytes
 Progress = Callable[
     [int, int], None
 ]  # called with the number of finished groups of arrays and of all
+_EMBEDDING, _HEAD = "embedding/tokens", "lm_head.weight"
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|onnx)|.*\.index\.json")
 
 
@@ -345,9 +346,7 @@ def _check_names(
         raise WeightsError(
             f"the weights do not contain {first_names(missing)}, required by config.json"
         )
-    head = (
-        ("lm_head\\.weight",) if model.tie_word_embeddings else ()
-    )  # a second copy of the embedding
+    head = (re.escape(_HEAD),) if model.tie_word_embeddings else ()  # a copy of the embedding
     ignored = re.compile("|".join((*family.ignored_tensors, *head)))
     if unexpected := sorted(name for name in available - required if not ignored.fullmatch(name)):
         is_ahead = any(name.endswith(".eh_proj.weight") for name in unexpected)
@@ -355,6 +354,22 @@ def _check_names(
             f"the weights contain {first_names(unexpected)}, which a {family.model_type} model "
             "with this config.json does not have"
             + ("; multi-token prediction is not supported in this family" if is_ahead else "")
+        )
+    if model.tie_word_embeddings and _HEAD in available:
+        _check_tied(all_layer_weights, folder)
+
+
+def _check_tied(all_layer_weights: list[LayerWeights], folder: WeightFiles) -> None:
+    """Refuse a stored LM head that is not the embedding, though config.json ties them.
+
+    transformers 5 then uses the stored head.
+    """
+    embedding = next(one for one in all_layer_weights if one.row.paths == (_EMBEDDING,)).names[0]
+    if not np.array_equal(folder.read(_HEAD), folder.read(embedding)):
+        raise WeightsError(
+            f"config.json ties the LM head to the embedding, but the weights have a {_HEAD} that "
+            f"differs from {embedding}; set tie_word_embeddings to false in config.json to use it, "
+            "or remove it from the weights"
         )
 
 

@@ -41,6 +41,7 @@ def check_eager(program: ResolvedProgram, steps: int) -> None:
             program.model, TorchModel
         ),
         "batch.cross_document_attention = false": not batch.cross_document_attention,
+        "program.model.images": isinstance(program.model, TorchModel) and program.model.images > 0,
         "loss.custom": loss.custom is not None,
         "loss.z_loss": bool(loss.z_loss),
     }

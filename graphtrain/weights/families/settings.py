@@ -82,15 +82,18 @@ class FixedEntry:
 
 @dataclass(frozen=True)
 class Rope:
-    """Base and scaling of RoPE, in the formats of transformers 4 and transformers 5."""
+    """Base and scaling of RoPE, in the formats of transformers 4 and transformers 5.
+
+    Of a file with both, transformers 5 reads the older `rope_scaling`, and so does this.
+    """
 
     base: float = 10_000.0
     partial: float | None = None  # default of partial_rotary_factor; None: the family has no other
 
     def read(self, config: Config) -> dict[str, Any]:
-        rope_parameters = config.get("rope_parameters") or {}
-        base = rope_parameters.get("rope_theta") or config.get("rope_theta") or self.base
-        entries = rope_parameters or config.get("rope_scaling") or {}
+        entries = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        bases = entries.get("rope_theta"), config.get("rope_theta"), self.base
+        base = next(base for base in bases if base is not None)
         factor = read_partial_rotary_factor(entries, config, self.partial)
         scaling = read_rope_scaling(entries, config)
         return {"rope_theta": base, "rope_scaling": scaling, "partial_rotary_factor": factor}

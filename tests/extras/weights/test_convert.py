@@ -143,6 +143,12 @@ def test_a_head_that_is_the_embedding_is_dropped(tmp_path):
     twice = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     save_file(twice, tmp_path / "source/model.safetensors")
     assert_equal(there_and_back(tmp_path / "source"), tensors)
+    twice["lm_head.weight"][0, 0] += 1  # transformers then uses it
+    save_file(twice, tmp_path / "source/model.safetensors")
+    with pytest.raises(
+        WeightsError, match=r"lm_head\.weight that differs from model\.embed_tokens"
+    ):
+        there_and_back(tmp_path / "source")
 
 
 def test_files_beside_the_weights_travel_along(source):

@@ -65,6 +65,23 @@ def test_frequencies_are_those_of_transformers(name, length):
     assert math.isclose(attention_factor(scaling), factor, rel_tol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 8.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e3}},
+        {"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_theta": 3e4},
+        {"rope_theta": 3e4},
+    ],
+)
+def test_of_old_and_new_entries_those_count_that_transformers_reads(entries):
+    both = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4}} | entries
+    want = transformers.LlamaConfig(**both).rope_parameters
+    model = LLAMA.model_from_config(config_of(PUBLISHED["linear"]).to_dict() | both)
+    assert model.rope_scaling is not None
+    assert (model.rope_theta, model.rope_scaling.factor) == (want["rope_theta"], want["factor"])
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_config_comes_back_with_the_same_numbers(name):
     config = config_of(PUBLISHED[name])

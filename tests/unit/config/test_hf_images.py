@@ -40,6 +40,9 @@ def test_the_layout_is_that_of_llava_or_of_a_tower_that_merges_patches(tmp_path)
     with_class = {"vision_feature_select_strategy": "full"}
     layout = image_layout(replace(model, overrides=with_class))
     assert layout is not None and layout.tokens == 17
+    without_class = with_class | {"vision_config": {"model_type": "siglip_vision_model"}}
+    layout = image_layout(replace(model, overrides=without_class))
+    assert layout is not None and layout.tokens == 16
     write(tmp_path, QWEN)
     layout = image_layout(TorchModel(hf=str(tmp_path), images=1, image_size=(16, 24)))
     assert layout is not None and (layout.tokens, layout.grid) == (6, (2, 3))
@@ -93,6 +96,19 @@ def test_pixels_are_normalized_as_the_processors_files_say(tmp_path):
     nested = json.dumps({"image_processor": CLIP})
     (tmp_path / "processor_config.json").write_text(nested)
     assert read_normalization(folder) == Normalization(0.5, (1, 2, 3), (4, 5, 6))
+    # As transformers, which reads the older file only where the newer one has no images.
+    write(tmp_path, LLAVA, CLIP | {"rescale_factor": 0.25})
+    assert read_normalization(folder).rescale_factor == 0.5
+    (tmp_path / "processor_config.json").write_text('{"patch_size": 7}')
+    assert read_normalization(folder).rescale_factor == 0.25
+
+
+def test_a_part_that_the_file_does_not_have_is_not_overridden(tmp_path):
+    flat = {name: value for name, value in QWEN.items() if name != "text_config"}
+    folder = write(tmp_path, flat | {"vocab_size": 64, "hidden_size": 32})
+    overrides: Any = {"text_config": {"rms_norm_eps": 1e-6}}
+    with pytest.raises(ValueError, match="without text_config; override them there"):
+        TorchModel(hf=folder, images=1, image_size=(16, 24), overrides=overrides)
 
 
 def test_overrides_of_a_part_replace_only_what_they_name(tmp_path):
