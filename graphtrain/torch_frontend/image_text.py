@@ -53,6 +53,11 @@ class ImageInputs:
         if layout is None:
             return None
         assert model.hf is not None
+        if "token_type_ids" in inspect.signature(module.forward).parameters:
+            raise ImportedModelError(
+                f"program.model.images: {type(module).__name__} attends by token_type_ids, which "
+                "programs with images do not have; this model is not supported with images"
+            )
         return cls(module, layout, read_normalization(model.hf))
 
     @property

@@ -148,6 +148,7 @@ class HuggingFaceWeights:
             unread = [name for name in self._unread(names) if name not in stored]
         if is_complete:
             _refuse([*unread, *self._changed_buffers(module)], self.directory)
+            self._check_tied(module)
         return names
 
     def _unread(self, names: Mapping[str, str | np.ndarray]) -> list[str]:
@@ -160,6 +161,26 @@ class HuggingFaceWeights:
             for source in self._folder.sources(name)
         }
         return [name for name in self._files.names if name not in read]
+
+    def _check_tied(self, module: MetaModule) -> None:
+        """Refuse a folder with two tensors of a parameter that the module has once.
+
+        transformers 5 then does not tie them.
+        """
+        names, first_names = set(self._folder.names), {}
+        for name, parameter in module.module.named_parameters(remove_duplicate=False):
+            first = first_names.setdefault(id(parameter), name)
+            if first == name or not {first, name} <= names:
+                continue
+            if not np.array_equal(self._whole(first), self._whole(name)):
+                raise WeightsError(
+                    f"run.init_from: {self.directory} contains a {name} that differs from {first}, "
+                    "though the model ties them; set tie_word_embeddings = false in "
+                    "program.model.overrides to use it, or remove it from the weights"
+                )
+
+    def _whole(self, name: str) -> np.ndarray:
+        return self._folder.part(name, tuple(map(slice, self._folder.shape(name))))
 
     def _changed_buffers(self, module: MetaModule) -> list[str]:
         """Return the persistent buffers whose values in the folder are not those of the module.

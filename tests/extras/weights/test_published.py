@@ -133,3 +133,19 @@ def test_a_table_of_integers_must_be_that_of_the_module(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match="experts"):
         read(model, tmp_path, opened)
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, tie_word_embeddings=True,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model, tensors = TorchModel(hf=str(tmp_path)), load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    opened = open_model(model)
+    assert "lm_head/weight" not in read(model, tmp_path, opened)
+    save_file(tensors | {"lm_head.weight": head + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"lm_head\.weight that differs from model\.embed_tok"):
+        read(model, tmp_path, opened)
