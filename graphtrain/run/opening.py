@@ -1,4 +1,4 @@
-"""What a run opens before its first step: programs, checkpoints, data, samples and tasks."""
+"""Opening of a run before its first step: programs, checkpoints, data, samples and tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a start of a run begins: at a checkpoint or at step 0, and what is still to do there."""
+"""Position at which a run begins: a checkpoint or step 0, and what is still to do there."""
 
 from __future__ import annotations
 

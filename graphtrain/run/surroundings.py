@@ -1,4 +1,4 @@
-"""What all parts of a start of a run use: its log, watchdog, trackers, callbacks and lock."""
+"""Surroundings of a run in one process: its log, watchdog, trackers, callbacks and lock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lowering.xla import distributed
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What is to be trained; see `train`."""
+    """Request to train a program; see `train`."""
 
     program: ResolvedProgram
     run: Run
@@ -49,7 +49,7 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What surrounds a run in this process, until the stack is closed."""
+    """Log, watchdog and observers of a run in this process, until the stack is closed."""
 
     stack: ExitStack
     timeline: Timeline

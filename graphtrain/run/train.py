@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What a start has loaded before it computes."""
+    """Programs and weights that a start has loaded before it computes."""
 
     parts: Sequence[TrainingPhase]  # phases that are still to be trained
     programs: Sequence[LoadedPrograms]  # of each phase
