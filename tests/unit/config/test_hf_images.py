@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from graphtrain.config.hf_config import with_vocab_size
 from graphtrain.config.hf_images import Normalization, image_layout, read_normalization
 from graphtrain.config.schema import Batch, Loss, Mesh, Program, TorchModel
 from graphtrain.errors import ImportedModelError
@@ -116,3 +117,11 @@ def test_overrides_of_a_part_replace_only_what_they_name(tmp_path):
     model = TorchModel(hf=write(tmp_path, LLAVA), images=1, overrides=overrides)
     layout = image_layout(model)
     assert layout is not None and (layout.height, layout.tokens) == (14, 4)
+
+
+def test_another_vocabulary_is_set_in_every_part_that_states_one():
+    both = LLAVA | {"vocab_size": 64}
+    changed = with_vocab_size(both, 72)
+    assert changed["vocab_size"] == changed["text_config"]["vocab_size"] == 72
+    assert both["text_config"]["vocab_size"] == 64
+    assert "vocab_size" not in with_vocab_size(LLAVA, 72)
