@@ -117,8 +117,7 @@ def missing_dataset_file(prefix: str, suffix: str) -> str:
     """Return the message about a file of a dataset that does not exist, with what is there."""
     if prefix.endswith((".bin", ".idx")):
         hint = f"name the dataset without its suffix: {prefix[:-4]}"
-    elif names := sorted(path.stem for path in Path(prefix).glob("*.idx")):
-        names = [name for name in names if not name.endswith(("_learned", "_images"))]
+    elif names := _dataset_names(Path(prefix)):
         return (
             f"{prefix}: is a directory, not a dataset; it holds {', '.join(names)}: name one of "
             f"them, for example {prefix.rstrip('/')}/{names[0]}"
@@ -130,6 +129,13 @@ def missing_dataset_file(prefix: str, suffix: str) -> str:
     else:
         hint = "prepare the dataset with: graphtrain data prepare"
     return f"{prefix}{suffix}: no such file; {hint}"
+
+
+def _dataset_names(directory: Path) -> list[str]:
+    """Return the names of the datasets of a directory, without those of their other files."""
+    names = sorted(path.stem for path in directory.glob("*.idx"))
+    parts = {f"{name}{suffix}" for name in names for suffix in ("_learned", "_images")}
+    return [name for name in names if name not in parts]
 
 
 def _datasets_beside(prefix: str) -> list[str]:

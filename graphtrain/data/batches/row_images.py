@@ -42,9 +42,9 @@ def image_problem(images: ImageSettings | None, rows: RowImages | None) -> str |
     """Say why a program does not take the images of a dataset, and what to set; None if it does."""
     if rows is None:
         return images and (
-            f"contains images, but program.model.images = 0; set it to at least {images.most}, the "
-            f"most images of a document, with program.model.image_size = [{images.height}, "
-            f"{images.width}], or use a dataset of text"
+            "was prepared with --processor, for images, but program.model.images = 0; set it to at "
+            f"least {max(1, images.most)}, with program.model.image_size = [{images.height}, "
+            f"{images.width}] (a document has up to {images.most} images), or use a dataset of text"
         )
     if images is None:
         return (
@@ -62,6 +62,7 @@ def image_problem(images: ImageSettings | None, rows: RowImages | None) -> str |
         return (
             f"an image is {images.tokens} tokens of id {images.token}, but in the model "
             f"{rows.tokens} of id {rows.token}; prepare the dataset with --processor and the "
-            "folder of the model"
+            "folder of the model. If it was, patch_size, num_additional_image_tokens and "
+            "vision_feature_select_strategy in its processor_config.json do not fit its config.json"
         )
     return None

@@ -132,8 +132,8 @@ def _check(
         if _image_settings(description) != _image_settings(descriptions[0]):
             raise DataError(
                 f"{dataset.prefix} and {first.prefix} differ in their images: in size, in the "
-                "--processor that they were prepared with, or only one has any; prepare both with "
-                "the same settings"
+                "--processor or the version of transformers or Pillow that they were prepared "
+                "with, or only one has any; prepare both with the same settings and versions"
             )
         described = [entry for entry in (descriptions[0], description) if entry is not None]
         tokenizers = {(entry.tokenizer_digest, entry.bos, entry.eod) for entry in described}

@@ -1,10 +1,11 @@
 """Conversion of conversations with images into indexed datasets, by the processor of a model."""
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from graphtrain.data.indexed.images import ImageSettings
 from graphtrain.data.prepare import manifest
 from graphtrain.data.prepare.chat_templates import TrainOn, find_template
 from graphtrain.data.prepare.encode import ChunkEncoder, EncodedChunk
-from graphtrain.data.prepare.image_messages import read_image_conversation
+from graphtrain.data.prepare.image_messages import check_texts, read_image_conversation
 from graphtrain.data.prepare.image_placeholders import repeat_placeholders, without_placeholders
 from graphtrain.data.prepare.image_processor import FolderProcessor
 from graphtrain.data.prepare.instructions import InstructionEncoder, InstructResult, begin_document
@@ -25,8 +26,18 @@ from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
 from graphtrain.files import content_digest
+from lowering.machine import host
 
-_GROUP_BYTES = 1 << 14  # of records that are encoded at a time; their images are much larger
+_GROUP_BYTES = 1 << 14  # of records that are encoded at a time, at most
+_PIXEL_BYTES = 32 << 20  # of the images of these records; several chunks are in memory
+_IMAGES_PER_WORKER = 500  # fewer take less time than starting a process
+
+
+class _Survey(NamedTuple):
+    first: tuple[Path, str]  # path of the first image, and place of its record
+    digest: str  # of all images
+    images: int
+    densest: float  # images per byte of a record, at most
 
 
 def instruct_images(
@@ -62,23 +73,29 @@ def instruct_images(
             processor does.
         eod: Text of the end-of-document token. None: the tokenizer's own.
         replace: Replace a dataset that was made from another request.
-        workers: Worker processes. None: chosen by the size of the text and the number of cores.
+        workers: Worker processes. None: chosen by the number of images and of cores.
         report: Called with the current stage and its completed fraction.
         corpus: Other fields of `Corpus`.
 
     Raises:
         DataError: an input, an image, the processor or the output cannot be used.
     """
-    files = Corpus.from_inputs(inputs, keys=(), group_bytes=_GROUP_BYTES, **corpus)
+    files = Corpus.from_inputs(inputs, keys=(), **corpus)
     if tables := [path for path in files.paths if path.suffix in TABLE_SUFFIXES]:
         raise DataError(f"{tables[0]}: images are prepared from JSON records, not from tables")
     opened = FolderProcessor.open(Path(processor))
     tokenizer = load_tokenizer(opened.folder, eod)
-    first_image, images_digest = _survey(files, report)
-    size = image_size or _processed(opened, *first_image).shape[:2]
+    survey = _survey(files, report)
+    size = image_size or _processed(opened, *survey.first).shape[:2]
+    files = dataclasses.replace(files, group_bytes=_group_bytes(survey.densest, size))
+    workers = workers or max(1, min(host.usable_cores(), survey.images // _IMAGES_PER_WORKER))
     encoder = ImageInstructionEncoder(
         InstructionEncoder(
-            find_template(template, tokenizer), "messages", train_on, False, _begins(tokenizer, bos)
+            opened.template(tokenizer) if template == "own" else find_template(template, tokenizer),
+            "messages",
+            train_on,
+            False,
+            _begins(tokenizer, bos),
         ),
         opened,
         _image_settings(opened, tokenizer, size),
@@ -86,7 +103,7 @@ def instruct_images(
     )
     encoder.prefix(tokenizer)  # raises if --bos is given and there is no such token
     identity = "messages", encoder.conversations.template_digest, train_on
-    images = images_digest, opened.digest, f"{size[0]} x {size[1]}", str(image_size is not None)
+    images = survey.digest, opened.digest, f"{size[0]} x {size[1]}", str(image_size is not None)
     request = manifest.PrepareRequest.from_corpus(
         files, opened.folder, bos, False, eod, identity, images
     )
@@ -150,8 +167,10 @@ class ImageConversationEncoder:
         """Return the tokens of a record, its spans to train on, and the paths of its images."""
         making, settings = self.making.instructions, self.making.images
         conversation, paths = read_image_conversation(record, place)
+        rendered = making.template.render(conversation, making.train_on, place)
+        check_texts(conversation, rendered.text, place)
         rendered = repeat_placeholders(
-            making.template.render(conversation, making.train_on, place),
+            rendered,
             self.making.processor.image_token,
             settings.tokens,
             len(paths),
@@ -195,31 +214,47 @@ def _processed(
         raise DataError(f"{place}: {path}: the image processor: {error}") from None
 
 
-def _survey(corpus: Corpus, report: ProgressCallback) -> tuple[tuple[Path, str], str]:
-    """Read all records; return path and place of the first image, and a digest of all images.
+def _survey(corpus: Corpus, report: ProgressCallback) -> _Survey:
+    """Read all records and the files of their images.
 
     Raises:
         DataError: a record is not a conversation, an image is missing, or there is none.
     """
     first, digest, total = None, hashlib.sha256(), max(corpus.nbytes, 1)
+    images, densest = 0, 0.0
     for chunk in corpus.chunks():
         report("reading the images", min(chunk.bytes_read / total, 1.0))
-        for path, place in _paths(corpus, chunk):
-            check_image_file(path, place)
-            digest.update(content_digest(path).encode())
-            first = first or (path, place)
+        for record, (place, paths) in zip(chunk.records, _paths(corpus, chunk), strict=True):
+            for path in paths:
+                check_image_file(path, place)
+                digest.update(content_digest(path).encode())
+                first = first or (path, place)
+            images += len(paths)
+            densest = max(densest, len(paths) / len(record))
     if first is None:
         names = ", ".join(map(str, corpus.paths))
         raise DataError(
             f"{names}: no record has an image; give --tokenizer in place of --processor"
         )
-    return first, digest.hexdigest()
+    return _Survey(first, digest.hexdigest(), images, densest)
 
 
-def _paths(corpus: Corpus, chunk: Chunk) -> Iterator[tuple[Path, str]]:
+def _paths(corpus: Corpus, chunk: Chunk) -> Iterator[tuple[str, list[Path]]]:
+    """Yield the place of each record, and the paths of its images."""
     for place, record in corpus.records(chunk):
-        for path in read_image_conversation(record, place).images:
-            yield chunk.path.parent / path, place
+        images = read_image_conversation(record, place).images
+        yield place, [chunk.path.parent / path for path in images]
+
+
+def _group_bytes(densest: float, size: tuple[int, int]) -> int:
+    """Return the bytes of records of a chunk, whose images then have at most `_PIXEL_BYTES`.
+
+    Args:
+        densest: Images per byte of a record, at most.
+        size: Height and width of an image.
+    """
+    pixel_bytes = densest * size[0] * size[1] * 3  # per byte of a record
+    return max(1, min(_GROUP_BYTES, int(_PIXEL_BYTES / pixel_bytes)))
 
 
 def _begins(tokenizer: Tokenizer, bos: bool | None) -> bool | None:

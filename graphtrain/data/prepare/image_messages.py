@@ -37,8 +37,40 @@ def read_image_conversation(record: Any, place: str) -> ImageConversation:
         location = f"{place}: messages[{index}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{location}: is not an object with a 'role'")
-        images += _images_of(message.get("content"), location)
-    return ImageConversation(Conversation(tuple(messages), record.get("tools")), tuple(images))
+        found = _images_of(message.get("content"), location)
+        if found and message["role"] == "assistant":
+            raise DataError(
+                f"{location}: an assistant message has an image; a model answers with text, so "
+                "move the image to a user message"
+            )
+        images += found
+    conversation = Conversation(tuple(map(_with_parts, messages)), record.get("tools"))
+    return ImageConversation(conversation, tuple(images))
+
+
+def check_texts(conversation: Conversation, rendered: str, place: str) -> None:
+    """Check that a chat template has written every text, and none as a list of Python.
+
+    Answers are located by the template itself.
+
+    Args:
+        conversation: Messages whose content is a list of parts.
+        rendered: The text that the template made of them.
+        place: File and line, for error messages.
+
+    Raises:
+        DataError: it has not; the message begins with the place.
+    """
+    for index, message in enumerate(conversation.messages):
+        texts = [part["text"] for part in message["content"] if "text" in part]
+        is_lost = message["role"] != "assistant" and any(
+            text.strip() not in rendered for text in texts
+        )
+        if is_lost or (texts and str(message["content"]) in rendered):
+            raise DataError(
+                f"{place}: messages[{index}]: the chat template does not write its text; use one "
+                "that writes the parts of 'content', as that of the model's folder"
+            )
 
 
 def content_text(message: Message) -> str:
@@ -47,6 +79,14 @@ def content_text(message: Message) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.get("text", "") for part in content)
+
+
+def _with_parts(message: Message) -> Message:
+    """Return a message whose content is a list of parts: templates select parts by their type."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    return message
 
 
 def _images_of(content: Any, location: str) -> list[str]:

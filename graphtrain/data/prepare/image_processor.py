@@ -7,13 +7,15 @@ whether torchvision is installed.
 import hashlib
 import importlib.metadata
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from graphtrain.data.prepare.chat_templates import Template, find_template
+from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
 from lowering.machine.extras import optional_import
 from sharding_rules.documents import DocumentError, read_object
@@ -21,6 +23,8 @@ from sharding_rules.documents import DocumentError, read_object
 _PROCESSOR, _PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
 # Files that name the class of the processor, in the order in which AutoProcessor reads them.
 _FILES = (_PROCESSOR, _PREPROCESSOR, "tokenizer_config.json")
+_EARLIER_TEMPLATE = "chat_template.json"  # of earlier versions of transformers
+_CLIP = "clip_vision_model"
 _LLAVA, _QWEN = "LlavaProcessor", "Qwen2_5_VLProcessor"
 _IMAGE_TOKENS = {_LLAVA: "<image>", _QWEN: "<|image_pad|>"}  # unless a file names another one
 _BY_MODEL = {"llava": _LLAVA, "qwen2_5_vl": _QWEN}
@@ -54,12 +58,23 @@ class FolderProcessor:
             ),
             _IMAGE_TOKENS[name],
         )
+        _load(str(folder))  # before the versions: raises if the extra is not installed
         settings = {file: files[file] for file in (_PROCESSOR, _PREPROCESSOR)}
         versions = [importlib.metadata.version(one) for one in ("transformers", "pillow")]
         identity = json.dumps([name, token, settings, versions], sort_keys=True)
-        processor = cls(str(folder), name, token, hashlib.sha256(identity.encode()).hexdigest())
-        _load(processor.folder)
-        return processor
+        return cls(str(folder), name, token, hashlib.sha256(identity.encode()).hexdigest())
+
+    def template(self, tokenizer: Tokenizer) -> Template:
+        """Return the chat template of the folder, from the file that AutoProcessor reads first.
+
+        Raises:
+            DataError: it has none, or one that is not valid.
+
+        Source: `get_processor_dict` of ProcessorMixin of transformers
+        """
+        earlier = Path(self.folder) / _EARLIER_TEMPLATE
+        found = find_template(str(earlier) if earlier.is_file() else "own", tokenizer)
+        return replace(found, name="own")
 
     def pixels(self, image: Any, size: tuple[int, int] | None = None) -> np.ndarray:
         """Return the pixels of an image as the processor resizes and crops it.
@@ -106,8 +121,14 @@ class FolderProcessor:
                 f"{self.folder}/{_PROCESSOR}: has no patch_size, which LlavaProcessor needs to "
                 "count the tokens of an image; set it to that of the vision tower"
             )
-        count = (height // patch) * (width // patch)
-        count += settings.get("num_additional_image_tokens") or 0
+        additional = settings.get("num_additional_image_tokens") or 0
+        vision = _read(Path(self.folder) / "config.json").get("vision_config")
+        if isinstance(vision, dict) and vision.get("model_type") == _CLIP and not additional:
+            raise DataError(
+                f"{self.folder}/{_PROCESSOR}: num_additional_image_tokens is {additional}, but the "
+                "vision tower has a class token; set it to 1"
+            )
+        count = (height // patch) * (width // patch) + additional
         return count - (settings.get("vision_feature_select_strategy") == "default")
 
     def _processed(self, image: Any) -> np.ndarray:

@@ -33,7 +33,7 @@ _WORDS = {
     "split_by": "--split",
     "validation_files": "--validation-from",
     "conversations": "the chat template, --format or --train-on",
-    "images": "the images, --processor or --image-size",
+    "images": "the images, --processor, --image-size or the version of transformers or Pillow",
     "format": "the version of graphtrain",
 }
 

@@ -143,7 +143,7 @@ class SplitWriters:
                     spans = encoded.loss_spans[np.repeat(mask, encoded.loss_span_sizes)]
                     self._learned[name].extend(spans, encoded.loss_span_sizes[mask][sizes > 0])
                 if encoded.pixels is not None and encoded.pixel_sizes is not None:
-                    pixels = encoded.pixels[np.repeat(mask, encoded.pixel_sizes)]
+                    pixels = _of_documents(encoded.pixels, encoded.pixel_sizes, mask)
                     self._images[name].extend(pixels, encoded.pixel_sizes[mask][sizes > 0])
         if time.monotonic() - self._saved > _SAVE_EVERY:
             self._save(encoded)
@@ -249,6 +249,15 @@ class SplitWriters:
             "--validation-from names files for validation; or give more documents, or other "
             "fractions (0 omits a split)"
         )
+
+
+def _of_documents(values: np.ndarray, sizes: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return the values of the chosen documents; without a mask as large as the values."""
+    if mask.all():
+        return values
+    starts = np.cumsum(sizes) - sizes
+    chosen = zip(starts[mask], sizes[mask], strict=True)
+    return np.concatenate([values[start : start + size] for start, size in chosen])
 
 
 def partial_files_exist(directory: Path, vocab: int, written: Mapping[str, WrittenCounts]) -> bool:

@@ -1,9 +1,11 @@
 """Conversations with images: tokens and pixels are those of transformers' own processor."""
 
+import importlib.metadata
 import json
 import pickle
 import shutil
 import struct
+import sys
 import zlib
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,9 @@ from graphtrain.data.indexed.loss_spans import LossSpans
 from graphtrain.data.indexed.verify import verify
 from graphtrain.data.prepare import text
 from graphtrain.data.prepare.image_instructions import instruct_images
+from graphtrain.data.prepare.image_processor import FolderProcessor
 from graphtrain.errors import DataError
+from lowering.machine.extras import MissingExtra
 from tests.extras.data.image_folders import PATCH, chat, write_images, write_llava, write_qwen
 
 WRITERS = {"llava": write_llava, "qwen2_5_vl": write_qwen}
@@ -334,7 +338,9 @@ def test_the_command_writes_the_same_in_chunks_and_notices_another_image(
     assert "up to date, nothing to do" in again.output
     Image.new("RGB", (30, 20)).save(tmp_path / "pictures" / "0.png")
     changed = run(command, [*arguments, "--output", str(tmp_path / "one")])
-    assert "differs in the images, --processor or --image-size" in str(changed.exception)
+    assert "differs in the images, --processor, --image-size or the version of transformers" in str(
+        changed.exception
+    )
     assert verify(tmp_path / "one" / "validation")["documents"]
     shown = run(command, ["inspect", str(tmp_path / "one" / "train")], catch_exceptions=False)
     assert "image size: 16 x 24" in shown.output
@@ -367,6 +373,112 @@ def test_an_interrupted_preparation_resumes_with_the_images_it_has_written(
     assert digests_of(root / "parts") == digests_of(root / "whole")
     numbers = [chunk.chunk.first_document for chunk in encoded]
     assert 0 < before < len(numbers) and len(set(numbers)) == len(numbers)
+
+
+def as_texts(record):
+    """Return a record whose messages without images have a text in place of a list of parts."""
+    messages = [
+        {**message, "content": message["content"][0]["text"]}
+        if len(message["content"]) == 1
+        else message
+        for message in record["messages"]
+    ]
+    return {"messages": messages}
+
+
+def test_a_text_as_content_is_that_of_one_part(root, kind, processor, records, tmp_path):
+    size = {"image_size": (12, 12) if kind == "llava" else (16, 24)}
+    prepare(root, kind, records, tmp_path / "parts", **size)
+    prepare(root, kind, list(map(as_texts, records)), tmp_path / "texts", **size)
+    parts, texts = (IndexedDataset(tmp_path / name / "train") for name in ("parts", "texts"))
+    np.testing.assert_array_equal(texts.tokens, parts.tokens)
+    assert "What is 1 + 1?" in processor.tokenizer.decode(texts.document(2))
+
+
+@pytest.mark.parametrize("written", ["", "{{ message['content'] }}"])
+def test_a_template_that_does_not_write_a_text_is_refused(
+    root, processor, kind, records, tmp_path, written
+):
+    template = tmp_path / "lost.jinja"
+    template.write_text(
+        "{% for message in messages %}{% if message['role'] == 'user' %}" + written + "{% else %}"
+        "{% generation %}{{ message['content'][0]['text'] }}{% endgeneration %}{% endif %}"
+        "{% endfor %}"
+    )
+    with pytest.raises(
+        DataError, match=r"line 1: messages\[0\]: the chat template does not write its text"
+    ):
+        prepare(root, kind, records, tmp_path / "data", template=str(template))
+
+
+def test_an_answer_with_an_image_is_refused(root, processor, kind, pictures, tmp_path):
+    record = chat("What?", "It.", pictures[0])
+    record["messages"][1]["content"].append({"type": "image", "path": pictures[1]})
+    with pytest.raises(
+        DataError, match=r"line 1: messages\[1\]: an assistant message has an image"
+    ):
+        prepare(root, kind, [record], tmp_path / "data")
+
+
+def test_the_template_in_chat_template_json_is_used_as_by_transformers(root, records, tmp_path):
+    write_qwen(tmp_path / "first")
+    shutil.copytree(tmp_path / "first", tmp_path / "earlier")
+    template = tmp_path / "earlier" / "chat_template.jinja"
+    text = template.read_text()
+    template.write_text("{{ raise_exception('the one of the tokenizer') }}")
+    earlier = tmp_path / "earlier" / "chat_template.json"
+    earlier.write_text(json.dumps({"chat_template": text}))
+    path = write_records(root / "earlier.jsonl", records)
+    for name in ("first", "earlier"):
+        options = {"validation": 0.0, "image_size": (16, 24)}
+        instruct_images([path], tmp_path / f"{name}_data", tmp_path / name, **options)
+    first, second = (digests_of(tmp_path / f"{name}_data") for name in ("first", "earlier"))
+    # The tokenizer is saved with its own configuration.
+    assert first["train.bin"] == second["train.bin"]
+    assert first["chat_template.jinja"] == second["chat_template.jinja"] == text.encode()
+
+
+def test_a_processor_without_the_class_token_of_its_tower_is_refused(root, records, tmp_path):
+    write_llava(tmp_path / "llava")
+    path = tmp_path / "llava" / "processor_config.json"
+    settings = json.loads(path.read_text())
+    del settings["num_additional_image_tokens"]
+    path.write_text(json.dumps(settings))
+    config = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
+    (tmp_path / "llava" / "config.json").write_text(json.dumps(config))
+    inputs = [write_records(root / "class_token.jsonl", records)]
+    with pytest.raises(DataError, match=r"num_additional_image_tokens is 0, but .* set it to 1"):
+        instruct_images(inputs, tmp_path / "data", tmp_path / "llava", validation=0.0)
+
+
+def test_a_missing_extra_is_named(root, tmp_path, monkeypatch):
+    write_llava(tmp_path / "llava")
+
+    def no_version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", no_version)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MissingExtra, match=r"graphtrain\[vision\]"):
+        FolderProcessor.open(tmp_path / "llava")
+
+
+def test_chunks_are_bounded_by_the_bytes_of_their_images(root, records, tmp_path, monkeypatch):
+    write_qwen(root / "qwen2_5_vl")
+    sizes = []
+    encode_chunks = text.encode_chunks
+
+    def measured(*arguments):
+        for chunk in encode_chunks(*arguments):
+            sizes.append(len(chunk.pixels))
+            yield chunk
+
+    monkeypatch.setattr(text, "encode_chunks", measured)
+    image = 16 * 24 * 3
+    monkeypatch.setattr("graphtrain.data.prepare.image_instructions._PIXEL_BYTES", 4 * image)
+    prepare(root, "qwen2_5_vl", records * 5, tmp_path / "data", image_size=(16, 24))
+    assert sum(sizes) == 5 * 6 * image
+    assert max(sizes) <= (4 + 3) * image  # and those of one more record, which has at most 3
 
 
 def test_the_command_says_which_options_go_together(root, tmp_path):

@@ -84,13 +84,19 @@ def test_a_vocabulary_that_is_set_stays_and_needs_no_data(load):
         load("nowhere", "program.model.vocab=257", "program.model.vocab_padding=257")
 
 
-def test_data_that_states_no_vocabulary_says_what_to_do(data, load):
+def test_data_that_states_no_vocabulary_says_what_to_do(data, load, tmp_path):
     with pytest.raises(
         ConfigError, match=r"config.toml: nowhere/train.json: no such file; .*set program.model.voc"
     ):
         load("nowhere")
+    images = tmp_path / "images"
+    images.mkdir()
+    (images / "street_images.idx").touch()
+    (images / "street_images_images.idx").touch()
     with pytest.raises(ConfigError, match=r"is a directory, not a dataset; it holds train, vali"):
         load(data, f"run.data.train={data}")
+    with pytest.raises(ConfigError, match=r"it holds street_images: name one"):
+        load(images, f"run.data.train={images}")
     (data / "train.json").unlink()
     with pytest.raises(ConfigError, match=r"train.json: no such file, so the vocabulary"):
         load(data)

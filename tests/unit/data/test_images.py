@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from graphtrain.config.schema import BlendPart, Data
 from graphtrain.data.batches.best_fit import best_fit, best_fit_with_images
 from graphtrain.data.batches.loader import Loader, evaluation_batches
-from graphtrain.data.batches.row_images import RowImages
+from graphtrain.data.batches.row_images import RowImages, image_problem
 from graphtrain.data.batches.rows import PackingSettings
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.description import read_description, summary
 from graphtrain.data.indexed.merge import merge
 from graphtrain.data.indexed.verify import digest_problem, verify, verify_sample
+from graphtrain.data.prepare.splits import _of_documents
 from graphtrain.data.preview import packing_report
 from graphtrain.errors import DataError
 from graphtrain.run.data_check import DataCheck
@@ -167,8 +168,8 @@ def test_best_fit_keeps_both_limits_and_is_the_plain_one_without_images(document
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"images": None}, r"contains images, but program.model.images = 0; set it to at least 2, "
-         r"the most images of a document, with program.model.image_size = \[2, 4\]"),
+        ({"images": None}, r"for images, but program.model.images = 0; set it to at least 2, "
+         r"with program.model.image_size = \[2, 4\] \(a document has up to 2 images\)"),
         ({"images": RowImages(images=1, height=2, width=4, token=TOKEN, tokens=TOKENS)},
          r"document \d+ has 2 images, but a row takes program.model.images = 1; \d+ of 40 "
          'documents have more, at most 2; increase it, or set run.data.overlong to "drop"'),
@@ -214,6 +215,19 @@ def test_documents_without_an_image_are_a_dataset_of_images_too(tmp_path):
     (batch,) = take(open_loader(prefix), 1)
     assert not batch["images"].any() and batch["weights"].any()
     assert summary(prefix)["images"] == 0
+    description = read_description(prefix)
+    assert description is not None
+    problem = image_problem(description.images, None)
+    assert "for images" in str(problem) and "set it to at least 1" in str(problem)
+
+
+def test_the_images_of_a_chunk_go_to_the_splits_of_their_documents():
+    values, sizes = np.arange(9, dtype=np.uint8), np.array([2, 0, 3, 4])
+    for mask in np.ndindex(2, 2, 2, 2):
+        chosen = np.array(mask, bool)
+        if chosen.any():
+            expected = values[np.repeat(chosen, sizes)]
+            np.testing.assert_array_equal(_of_documents(values, sizes, chosen), expected)
 
 
 def damage_placeholder(prefix):
@@ -282,7 +296,9 @@ def test_datasets_of_other_images_are_not_merged(tmp_path):
     prefix = write_image_dataset(tmp_path / "a", DOCUMENTS[:5])
     (tokens, images), *_ = make_documents([1])
     wide = write_image_dataset(tmp_path / "b", [(tokens, images.reshape(1, 4, 2, 3))], size=(4, 2))
-    with pytest.raises(DataError, match="differ in their images: in size"):
+    with pytest.raises(
+        DataError, match=r"differ in their images: in size.*version of transformers or Pillow"
+    ):
         merge([prefix, wide], tmp_path / "merged" / "train")
 
 
