@@ -33,6 +33,7 @@ from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.streaming.open import open_streams
 from graphtrain.run.trained_tokenizer import check_trained_tokenizer
+from graphtrain.run.training_data import row_images
 from lowering.machine.target import Target
 from lowering.trees import Tree
 from lowering.xla import distributed
@@ -152,6 +153,7 @@ def validation_batches(
         index_share=share,
         sources=open_sources(data),
         streams=open_streams(data.only(data.validation)),
+        images=row_images(program),
     )
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from graphtrain.config.schema import Program, Run
+from graphtrain.config.hf_images import image_layout
+from graphtrain.config.schema import Program, Run, TorchModel
+from graphtrain.data.batches.row_images import RowImages
 from graphtrain.run.batch_placement import index_share
 from graphtrain.run.data_sources import open_sources
 from graphtrain.run.streaming.open import open_streams
@@ -40,4 +42,23 @@ def training_loader(run: Run, program: Program, rows: np.ndarray | None) -> Any:
         index_share=index_share(),
         sources=open_sources(run.data),
         streams=open_streams(run.data),
+        images=row_images(program),
+    )
+
+
+def row_images(program: Program) -> RowImages | None:
+    """Return the images that a program takes with each row; None if it takes none.
+
+    Raises:
+        ImportedModelError: config.json of the model is not that of a model of text and images.
+    """
+    layout = image_layout(program.model) if isinstance(program.model, TorchModel) else None
+    if layout is None:
+        return None
+    return RowImages(
+        images=layout.images,
+        height=layout.height,
+        width=layout.width,
+        token=layout.token,
+        tokens=layout.tokens,
     )

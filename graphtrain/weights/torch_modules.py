@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphtrain.config.hf_config import read_config
+from graphtrain.config.hf_config import config_path, read_config
+from graphtrain.config.hf_images import PROCESSOR_FILES
 from graphtrain.config.hf_quantization import QUANTIZATION_CONFIG
 from graphtrain.errors import WeightsError
 from graphtrain.torch_frontend.block_ranges import blocks_of
@@ -449,11 +451,18 @@ def block_rows(array: np.ndarray, stages: Stages | None) -> np.ndarray:
 
 
 def _write_config(model: TorchModel, destination: Path, dtype: str) -> str:
-    """Write config.json, unless the model is a module of the user; return the model_type."""
+    """Write config.json, unless the model is a module of the user; return the model_type.
+
+    With it go the files of the image processor, unless they are there already.
+    """
     if model.hf is None:
         return str(model.torch)
     config: dict[str, Any] = read_config(model.hf, model.overrides)
     config.pop(QUANTIZATION_CONFIG, None)  # the written weights are not quantized
+    if model.images:
+        for path in (config_path(model.hf).parent / name for name in PROCESSOR_FILES):
+            if path.is_file() and not (destination / path.name).exists():
+                shutil.copyfile(path, destination / path.name)
     exported_config = config | {"dtype": dtype}
     (destination / "config.json").write_text(json.dumps(exported_config, indent=2) + "\n")
     return config["model_type"]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from image_text_models import MAKERS, batch_of, eager_inputs, folder_of, program_of
+from image_text_folders import MAKERS, folder_of
+from image_text_models import batch_of, eager_inputs, program_of
 from programs import CUBE, loaded, placed_inputs
 from safetensors.numpy import load_file
 

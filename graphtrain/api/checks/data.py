@@ -8,10 +8,12 @@ from graphtrain.api.checks.problem import Problem
 from graphtrain.config.lines import KeyPath
 from graphtrain.config.schema import Config, is_streamed
 from graphtrain.config.user_code import is_user_code
+from graphtrain.data.batches.row_images import image_problem
 from graphtrain.data.indexed.dataset import dataset_paths
 from graphtrain.data.indexed.description import DatasetDescription, read_description
 from graphtrain.errors import CacheError, ConfigError, DataError
 from graphtrain.files import missing_dataset_file
+from graphtrain.run.training_data import row_images
 
 _DIRECTORY = ("run", "data", "directory")
 _TRAIN, _VALIDATION = ("run", "data", "train"), ("run", "data", "validation")
@@ -103,6 +105,10 @@ def _problems_of(config: Config, prefix: str, setting: KeyPath) -> Iterator[Prob
         return
     yield from _vocabulary_problems(config, prefix, largest, description)
     yield from _kind_problems(config, prefix, setting, description)
+    images = description.images if description else None
+    if (problem := image_problem(images, row_images(config.program))) is not None:
+        message, settings = f"{name}: {prefix} {problem}", (setting, ("program", "model", "images"))
+        yield Problem("data", message, settings)
 
 
 def _vocabulary_problems(
