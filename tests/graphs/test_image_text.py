@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from image_text_folders import MAKERS, folder_of
+from image_text_folders import KINDS, folder_of
 from image_text_models import batch_of, eager_inputs, program_of
 from programs import CUBE, loaded, placed_inputs
 from safetensors.numpy import load_file
@@ -27,7 +27,7 @@ from sharding_rules.errors import ShardingError
 ADAM = Optimizer(epsilon=1e-5, clip_norm=0.0, decay_mask="all", weight_decay=0.1)
 
 
-@pytest.fixture(scope="module", params=list(MAKERS))
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request):
     return request.param
 
