@@ -23,6 +23,7 @@ _SOURCES = (
     "graphtrain/compile/request_keys.py",
     "graphtrain/config/hf_config.py",
     "graphtrain/config/hf_images.py",
+    "graphtrain/config/hf_quantization.py",
     "graphtrain/config/phase_settings.py",
     "graphtrain/config/resolve.py",
     "graphtrain/config/schema",

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from graphtrain.config.schema import Adapter, FlaxModel, Model, Program, is_imported
+from graphtrain.config.schema import Adapter, FlaxModel, Model, Program, TorchModel, is_imported
 from graphtrain.errors import PlanError
 
 # What transformers calls them.
@@ -26,6 +26,11 @@ def with_native_model(program: Program) -> Program:
         PlanError: the sizes are not known.
     """
     native = _native(program)
+    if native is None and isinstance(program.model, TorchModel) and program.model.images:
+        raise PlanError(
+            "program.model.images: estimates do not count a vision tower; use graphtrain compile, "
+            "or inspect single arrays with --array"
+        )
     if native is None:
         raise PlanError(
             "this estimate needs the sizes of a language model, and neither its configuration nor "

@@ -33,8 +33,12 @@ _WITHOUT_GATE = (
 def native_equivalent(model: TorchModel) -> Model | None:
     """Return a native model of about the same sizes; None if they are unknown.
 
+    No native model has a vision tower: with images, there is none.
+
     A module of the user is built to find its sizes, which imports PyTorch.
     """
+    if model.images:
+        return None
     if model.hf is None:
         return _module_equivalent(model)
     if model.images:  # a native model has no vision tower

@@ -30,6 +30,7 @@ _SOURCES = (
     *("meta_module.py", "model.py", "names.toml", "pipeline_parts.py", "private_torch.py"),
     *(
         "quantized_modules.py",
+        "random_operations.py",
         "random_values.py",
         "recorded_modules.py",
         "scan_blocks.py",
