@@ -1,7 +1,7 @@
-"""Experts of transformers that are a loop over tensor values, as functions that can be traced.
+"""Experts, and adapters of languages, that are a loop over tensor values, as traceable functions.
 
 Other families call an implementation that is chosen by name, see `experts`. These compute the same,
-which the parity check confirms: all experts for all tokens, weighted by the router.
+which the parity check confirms: all experts for all tokens, weighted by the router or selected.
 """
 
 from __future__ import annotations
@@ -88,9 +88,28 @@ def _jetmoe_experts(self: Any, inputs: torch.Tensor, expert_size: torch.Tensor) 
     return torch.einsum("ti,eoi,te->to", inputs, self.weight, is_own.to(inputs.dtype))
 
 
+def _xmod_output(
+    self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor, lang_ids: torch.Tensor
+) -> torch.Tensor:
+    """Compute the adapters of all languages; each row takes that of its own."""
+    x = self.dropout(self.dense(hidden_states)) + input_tensor
+    residual = x
+    if self.adapter_layer_norm is not None:
+        x = self.adapter_layer_norm(x)
+    elif self.adapter_reuse_layer_norm:
+        x = self.LayerNorm(x)
+    if self.ln_before_adapter:
+        residual = x
+    out = torch.zeros_like(x)
+    for language, adapter in enumerate(self.adapter_modules.values()):
+        out = torch.where((lang_ids == language)[:, None, None], adapter(x), out)
+    return self.dropout(out) + residual
+
+
 _FORWARDS: dict[str, Callable[..., Any]] = {
     "DbrxExperts": _dbrx,
     "LongcatFlashExperts": _longcat_flash,
     "JetMoeTopKGating": _jetmoe_router,
     "JetMoeParallelExperts": _jetmoe_experts,
+    "XmodOutput": _xmod_output,
 }

@@ -1,4 +1,4 @@
-"""Experts without their loop over tensor values compute what transformers does."""
+"""Experts, and adapters of languages, compute what transformers does without their loop."""
 
 import pytest
 import torch
@@ -20,6 +20,11 @@ CONFIGS = {
     "jetmoe": transformers.JetMoeConfig(
         vocab_size=32, hidden_size=8, intermediate_size=12, num_hidden_layers=1, kv_channels=4,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    ),
+    "xmod": transformers.XmodConfig(
+        vocab_size=32, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=12, languages=["de_DE", "en_XX"], default_language="en_XX",
+        is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     ),
 }  # fmt: skip
 
