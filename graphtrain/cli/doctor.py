@@ -30,6 +30,8 @@ def command(cache: Path, measure: bool, even_if_busy: bool, as_json: bool) -> No
     Exits with 2 if something that graphtrain requires is missing, or if --measure finds the machine
     busy.
     """
+    if even_if_busy and not measure:
+        raise click.UsageError("--even-if-busy needs --measure")
     if measure:
         _measure(even_if_busy, as_json)
         return

@@ -127,6 +127,10 @@ def show(
         checked = check(config, overrides, target, PLAN)
         _show_serving(checked, purpose, cache, ask_compiler, confirm, as_json)
         return
+    of_one = {"--target": target, "--array": pattern, "--blame": blame, "--html": html,
+              "--save-strategy": strategy}  # fmt: skip
+    if targets is not None and (given := [name for name, value in of_one.items() if value]):
+        raise click.UsageError(f"{given[0]} is for the plan of one machine; remove --targets")
     if results is not None and html is None:
         raise click.UsageError("--results is only shown on a page; add --html FILE")
     if targets is not None:

@@ -403,6 +403,13 @@ def test_targets_that_do_not_exist_end_a_comparison(place, words):
     assert found[0].startswith("--targets foo:3: unknown target machine 'foo'; known machines: cpu")
 
 
+def test_options_that_would_be_ignored_are_refused(place):
+    both = graphtrain("plan", "a.toml", "--targets", "h100:8", "--target", "v5e:2x2")
+    assert both.status == 2 and "--target is for the plan of one machine" in both.err
+    alone = graphtrain("doctor", "--even-if-busy")
+    assert alone.status == 2 and "--even-if-busy needs --measure" in alone.err
+
+
 def test_checkpoints_in_the_directory_of_the_run_itself_are_refused(place):
     (place / "run").mkdir()
     (place / "link").symlink_to("run")
