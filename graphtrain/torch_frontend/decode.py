@@ -117,6 +117,11 @@ def _layers_by_block(opened: OpenedModel) -> dict[str, CachedLayer]:
 
     @contextmanager
     def recorded_block(name: str) -> Iterator[None]:
+        if name in found:
+            raise ImportedModelError(
+                f"{name} is called several times for each token, and its calls would share one KV "
+                "cache; the model can be trained, but it cannot generate"
+            )
         with record_cache_shapes() as recorder:
             yield
         found[name] = recorder.layers
@@ -145,7 +150,8 @@ def _layers_by_block(opened: OpenedModel) -> dict[str, CachedLayer]:
         specs,
         jax.ShapeDtypeStruct(_TOKENS, jnp.int32),
     )
-    block_calls = sum(len(found[name]) for stack in opened.stacks for name in _positions(stack))
+    in_stacks = (name for stack in opened.stacks for name in _positions(stack))
+    block_calls = sum(len(found.get(name, ())) for name in in_stacks)  # a tower is not called
     if len(outside[0].layers) > block_calls:
         raise ImportedModelError(
             "decoding with a KV cache requires all attention to be in a ModuleList of at least two "

@@ -28,7 +28,9 @@ def stack(has_sums):
     return GradientStack(SPEC, "optimizer", has_sums)
 
 
-@pytest.mark.parametrize("scan", [{}, {"unroll": 3}, {"transform": jax.checkpoint}], ids=str)
+@pytest.mark.parametrize(
+    "scan", [{}, {"unroll": 3}, {"transform": jax.checkpoint}], ids=["plain", "unrolled", "remat"]
+)
 def test_the_gradient_of_layers_is_added_to_earlier_sums(scan):
     summed = jax.grad(lambda sums: objective(SummedGradient(WEIGHTS, sums, stack(True)), **scan))
     np.testing.assert_allclose(summed(SUMS), SUMS + jax.grad(objective)(WEIGHTS), rtol=1e-5)
