@@ -264,7 +264,7 @@ class Blocks(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens)
-        for block in self.blocks:
+        for block in [*self.blocks] * (2 if self.use == "twice" else 1):
             x = block(x)
             if self.use == "between":
                 x = x * 2

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from graphtrain.config.schema import TorchModel
+from graphtrain.errors import ImportedModelError
+from graphtrain.graphs.open_model import open_language_model
 from graphtrain.torch_frontend.blocks import Stack, divide
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import check_parity, stack_weights, unstack_weights
@@ -92,3 +94,8 @@ def test_a_run_whose_blocks_compute_by_their_number_is_traced_one_by_one():
     assert not any(isinstance(blocks, Stack) for blocks in opened.block_lists)
     assert opened.block_lists[1].reason == "block 2 computes something else than block 1"
     assert check_parity(opened.settings, (2, 6)).gradient <= 1e-4
+
+
+def test_blocks_that_run_twice_for_a_token_cannot_generate():
+    with pytest.raises(ImportedModelError, match=r"blocks\.0 is called several times"):
+        open_language_model(model(use="twice")).cached_layers()
