@@ -20,17 +20,18 @@ def padded_part(
     """Return a part in float32, with zeros outside the stored array.
 
     Args:
-        read: Reads a part of the stored array.
+        read: Reads a part of the stored array; it may return fewer rows, as a slice does.
         shape: Of the stored array.
         index: Slices with start and stop.
     """
-    if all(one.stop <= size for one, size in zip(index, shape, strict=True)):
-        return read(index).astype(np.float32, copy=False)
     inside = tuple(
         slice(min(one.start, size), min(one.stop, size))
         for one, size in zip(index, shape, strict=True)
     )
-    padded, values = zeros_of(index), read(inside)
+    values = read(inside)
+    if values.shape == tuple(one.stop - one.start for one in index):
+        return values.astype(np.float32, copy=False)
+    padded = zeros_of(index)
     padded[tuple(slice(size) for size in values.shape)] = values
     return padded
 
