@@ -1,7 +1,7 @@
 """Operations that draw random numbers, which torchax lacks or computes wrongly in silence.
 
-torchax leaves a tensor as it is under exponential_ and cauchy_, draws floats for random_, and takes
-the second argument of torch.normal for the first.
+torchax leaves a tensor as it is under exponential_ and cauchy_, draws floats for random_, takes the
+second argument of torch.normal for the first, and draws every row of torch.multinomial alike.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def override_random_operations(environment: Environment) -> None:
         # What functions of PyTorch call, such as gumbel_softmax.
         environment.override_op_definition(getattr(torch.ops.aten, operation), draw)
     environment.override_op_definition(torch.normal, _normal_function(environment))
+    for multinomial in (torch.multinomial, torch.ops.aten.multinomial):
+        environment.override_op_definition(multinomial, _multinomial_function(environment))
 
 
 def _in_place(environment: Environment, sampler: _Sampler) -> Callable[..., Tensor]:
@@ -55,7 +57,7 @@ def _normal_function(environment: Environment) -> Callable[..., Tensor]:
             dtype = dtype or torch.get_default_dtype()
             key = environment.get_and_rotate_prng_key(generator)
             like = jax.ShapeDtypeStruct(tuple(size), mappings.t2j_dtype(dtype))
-            return Tensor(_normal(key, like, mean, std), environment)
+            return Tensor(_normal(key, like, mean, std).astype(like.dtype), environment)
         like = torch.broadcast_tensors(torch.as_tensor(mean), torch.as_tensor(std))[0]
         drawn = torch.empty_like(like).normal_(generator=generator)
         return mean + std * drawn
@@ -63,19 +65,47 @@ def _normal_function(environment: Environment) -> Callable[..., Tensor]:
     return normal
 
 
+def _multinomial_function(environment: Environment) -> Callable[..., Tensor]:
+    """Return torch.multinomial, by which torch.distributions.Categorical samples."""
+
+    def multinomial(
+        weights: Tensor,
+        num_samples: int,
+        replacement: bool = False,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        key = environment.get_and_rotate_prng_key(generator)
+        logits = jnp.log(weights.jax().astype(jnp.float32))
+        if replacement or num_samples == 1:
+            shape = (*logits.shape[:-1], num_samples)
+            drawn = jax.random.categorical(key, logits[..., None, :], shape=shape)
+        else:  # the largest of logits with Gumbel noise are drawn without replacement
+            noisy = logits + jax.random.gumbel(key, logits.shape)
+            drawn = jax.lax.top_k(noisy, num_samples)[1]
+        return Tensor(drawn.astype(mappings.t2j_dtype(torch.int64)), environment)
+
+    return multinomial
+
+
+def _drawn_dtype(x: jax.Array | jax.ShapeDtypeStruct) -> Any:
+    """Return the dtype in which numbers are drawn: one of 16 bits has too few for their tails."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
 def _normal(
     key: jax.Array, x: jax.Array | jax.ShapeDtypeStruct, mean: float = 0.0, std: float = 1.0
 ) -> jax.Array:
-    return mean + std * jax.random.normal(key, x.shape, x.dtype)
+    return mean + std * jax.random.normal(key, x.shape, _drawn_dtype(x))
 
 
 def _exponential(key: jax.Array, x: jax.Array, lambd: float = 1.0) -> jax.Array:
-    drawn = jax.random.exponential(key, x.shape, x.dtype) / lambd
+    drawn = jax.random.exponential(key, x.shape, _drawn_dtype(x)) / lambd
     return jnp.maximum(drawn, jnp.finfo(x.dtype).tiny)  # as in PyTorch, whose logarithm is finite
 
 
 def _cauchy(key: jax.Array, x: jax.Array, median: float = 0.0, sigma: float = 1.0) -> jax.Array:
-    return median + sigma * jax.random.cauchy(key, x.shape, x.dtype)
+    return median + sigma * jax.random.cauchy(key, x.shape, _drawn_dtype(x))
 
 
 def _random(

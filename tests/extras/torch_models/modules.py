@@ -430,5 +430,13 @@ class Drawing(torch.nn.Module):
                 return hidden + torch.normal(hidden + 1.0, hidden + 2.0)
             case "normal of a size":
                 return hidden + torch.normal(1.0, 2.0, tuple(hidden.shape), device=hidden.device)
+            case "noise of 16 bits":
+                drawn = torch.empty_like(hidden, dtype=torch.bfloat16).exponential_()
+                return hidden - drawn.log()
+            case "multinomial" | "multinomial without replacement":
+                weights = torch.arange(16.0, device=hidden.device).expand(tokens.numel(), 16)
+                count, again = (16, True) if self.operation == "multinomial" else (8, False)
+                drawn = torch.multinomial(weights, count, again).float()
+                return hidden + drawn.mean(-1).reshape(*tokens.shape, 1)
             case _:
                 return torch.nn.functional.gumbel_softmax(hidden, tau=0.5)

@@ -13,7 +13,10 @@ from graphtrain.torch_frontend.model import factory, open_model
 
 MODULES = Path(__file__).with_name("modules.py")
 TOKENS = jnp.zeros((8, 128), jnp.int32)
-OPERATIONS = ("exponential", "cauchy", "random", "normal", "normal of a size", "gumbel_softmax")
+OPERATIONS = (
+    "exponential", "cauchy", "random", "normal", "normal of a size", "gumbel_softmax",
+    "noise of 16 bits", "multinomial", "multinomial without replacement",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -36,5 +39,7 @@ def test_drawn_numbers_have_the_distribution_of_pytorch(operation):
     with torch.no_grad():
         expected = module(torch.tensor(np.asarray(TOKENS), dtype=torch.long)).numpy()
     shares = 0.05, 0.25, 0.5, 0.75, 0.95
-    found, expected = (np.quantile(one, shares) for one in (first, expected))
-    np.testing.assert_allclose(found, expected, atol=0.15)
+    quantiles = [np.quantile(one, shares) for one in (first, expected)]
+    np.testing.assert_allclose(*quantiles, atol=0.15)
+    ends = [np.quantile(one, (0.001, 0.999)) for one in (first, expected)]
+    np.testing.assert_allclose(*ends, atol=1.0)
