@@ -146,8 +146,14 @@ def loop_seconds(loop: LoopWork, profile: MachineProfile) -> float:
 
 
 def _seconds_per_byte(size: int, profile: MachineProfile) -> float:
-    """Return the seconds of a byte in a loop that reads and writes `size` bytes."""
+    """Return the seconds of a byte in a loop that reads and writes `size` bytes.
+
+    Raises:
+        KeyError: no memory was measured.
+    """
     points = sorted((one.bytes, one.seconds / one.bytes) for one in profile.memory)
+    if not points:
+        raise KeyError("streams of memory")
     if size > _CACHED:
         size = max(size, points[-1][0])
     return _interpolated([math.log2(at) for at, _ in points], [y for _, y in points], size)

@@ -56,7 +56,7 @@ def with_profile(
     try:
         measured = measured_time(work, collectives, profile, program.target.devices)
     except KeyError as error:
-        return replace(time, profile_note=f"the profile has no {error.args[0]}; {_ADVICE} again")
+        return replace(time, profile_note=f"no profile has measured {error.args[0]}")
     return _step_time(measured)
 
 

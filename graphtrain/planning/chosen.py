@@ -47,11 +47,11 @@ def search_key(config: Config) -> CacheKey:
 def _estimated_with(target: Target) -> dict[str, Any]:
     """Return the numbers of a machine that rank strategies; keys of programs leave them out."""
     table, achieved = target.specification, target.achieved
-    profile, _ = current_profile()
+    profile = current_profile()[0] if target.machine == "cpu" else None
     return {
         "machine": {name: value for name, value in table.items() if name not in _DESCRIPTIONS},
         "achieved": None if achieved is None else asdict(achieved),
-        "profile": asdict(profile) if target.machine == "cpu" and profile else None,
+        "profile": asdict(profile) if profile else None,
         "usable_memory_bytes": target.usable_memory_bytes,  # with XLA_CLIENT_MEM_FRACTION
     }
 

@@ -25,6 +25,7 @@ _FREE = {
     "partition-id", "replica-id",
 }  # fmt: skip
 _PARTITIONS = re.compile(r'"outer_dimension_partitions":\[([^\]]*)\]')
+_KERNEL_LABELS = re.compile(r"dim_labels=\w+_(\w+)->")
 _INTEGER = re.compile(r"\d+")
 
 
@@ -125,7 +126,9 @@ class _Reader:
         fused = self.module.computations.get(instruction.attribute("calls") or "")
         inner = computation if fused is None else fused
         contained = [instruction] if fused is None else [*fused.instructions.values()]
-        products = [product(inner, one) for one in contained if one.opcode == "dot"]
+        products = [
+            _PRODUCTS[one.opcode](inner, one) for one in contained if one.opcode in _PRODUCTS
+        ]
         for each in products:
             self.products[each] += times
         if not products:
@@ -164,6 +167,18 @@ def product(computation: Computation, dot: Instruction) -> Product:
         columns=math.prod(right) // max(1, batch * summed),
         dtype=left_dtype,
     )
+
+
+def convolution(computation: Computation, instruction: Instruction) -> Product:
+    """Return the sizes of the product that a convolution is of the windows of its input."""
+    (dtype, _), (_, kernel) = (arrays(one)[0] for one in computation.operand_shapes(instruction))
+    labels = _KERNEL_LABELS.search(instruction.rest)
+    features = kernel[labels[1].index("o")] if labels else 1
+    outputs = math.prod(arrays(instruction.shape)[0][1])
+    return Product(1, outputs // features, math.prod(kernel) // features, features, dtype)
+
+
+_PRODUCTS = {"dot": product, "convolution": convolution}
 
 
 def _dimensions(dot: Instruction, name: str) -> list[int]:

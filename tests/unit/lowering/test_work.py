@@ -2,6 +2,9 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
+
 from lowering.hlo.loop_work import LoopWork, fused_work
 from lowering.hlo.text import parse
 from lowering.hlo.work import Product, ProgramWork, read_work
@@ -120,3 +123,14 @@ def test_moves_are_told_apart_and_an_update_is_rounded_alone():
     assert alone == {"transposed_alone": 300 * 8}
     assert narrow == {"to_bfloat16": 8}
     assert fused_work(computations["fused_narrow"], 1).bytes == 8 * (4 + 2) + 4
+
+
+def test_a_convolution_counts_as_the_product_that_it_is():
+    def convolve(images, kernel):
+        return jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", feature_group_count=2)
+
+    images, kernel = (jnp.ones(shape) for shape in ((2, 8, 16, 16), (12, 4, 3, 3)))
+    text = jax.jit(convolve).lower(images, kernel).compile().as_text()
+    (product,) = read_work(text).products
+    assert (product.columns, product.summed, product.rows) == (12, 4 * 9, 2 * 16 * 16)
+    assert product.dtype == "f32"
