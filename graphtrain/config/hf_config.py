@@ -104,13 +104,19 @@ def vocab_size(hf: str, overrides: Mapping[str, Any]) -> int | None:
 
 
 def with_vocab_size(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return a configuration with another vocabulary size, in every part that states it."""
+    """Return a configuration with another vocabulary size, in every part that states it.
+
+    A negative pad_token_id, which counts from the end, names the same token as before.
+    """
     changed = dict(config)
-    if isinstance(config.get("vocab_size"), int):
+    if isinstance(size := config.get("vocab_size"), int):
         changed["vocab_size"] = rows
+        padding = config.get("pad_token_id")
+        if isinstance(padding, int) and padding < 0:
+            changed["pad_token_id"] = size + padding
     text = config.get("text_config")
     if isinstance(text, dict) and isinstance(text.get("vocab_size"), int):
-        changed["text_config"] = text | {"vocab_size": rows}
+        changed["text_config"] = with_vocab_size(text, rows)
     return changed
 
 

@@ -63,7 +63,7 @@ def _source_problems(config: Config, reference: str, setting: KeyPath) -> Iterat
         return
     tokens = np.asarray(first[0] if isinstance(first, tuple) else first)
     try:
-        check_tokens(reference, tokens, config.program.model.vocab, lambda _: 0)
+        check_tokens(reference, tokens, config.program.model.vocab_tokens, lambda _: 0)
     except DataError as error:
         yield Problem("data", str(error), (setting, ("program", "model", "vocab")))
 
@@ -114,7 +114,7 @@ def _problems_of(config: Config, prefix: str, setting: KeyPath) -> Iterator[Prob
 def _vocabulary_problems(
     config: Config, prefix: str, largest: int, description: DatasetDescription | None
 ) -> Iterator[Problem]:
-    vocab = config.program.model.vocab
+    vocab = config.program.model.vocab_tokens
     if largest < vocab:
         return
     needed = max(largest + 1, description.vocab if description else 0)

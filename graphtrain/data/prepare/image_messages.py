@@ -62,7 +62,7 @@ def check_texts(conversation: Conversation, rendered: str, place: str) -> None:
         DataError: it has not; the message begins with the place.
     """
     for index, message in enumerate(conversation.messages):
-        texts = [part["text"] for part in message["content"] if "text" in part]
+        texts = [part["text"] for part in message["content"] if part["type"] == "text"]
         is_lost = message["role"] != "assistant" and any(
             text.strip() not in rendered for text in texts
         )
@@ -78,7 +78,7 @@ def content_text(message: Message) -> str:
     content = message["content"]
     if isinstance(content, str):
         return content
-    return "".join(part.get("text", "") for part in content)
+    return "".join(part["text"] for part in content if part["type"] == "text")
 
 
 def _with_parts(message: Message) -> Message:
@@ -108,12 +108,12 @@ def _checked_part(part: Message, location: str) -> str | None:
             f"{location}: 'content' has a part of type {kind!r}; only text, with a string 'text', "
             'and image, as {"type": "image", "path": "FILE"}, can be prepared'
         )
-    if foreign := [key for key in _FOREIGN_KEYS if key in part]:
+    if foreign := [key for key in _FOREIGN_KEYS if part.get(key) is not None]:
         raise DataError(
             f"{location}: an image has a {foreign[0]!r}; save the image as a file and name it with "
             "'path'"
         )
-    paths = [part[key] for key in _PATH_KEYS if key in part]
+    paths = [part[key] for key in _PATH_KEYS if part.get(key) is not None]
     if len(paths) != 1 or not isinstance(paths[0], str) or not paths[0]:
         raise DataError(f"{location}: an image needs one 'path', a string")
     if "://" in paths[0] or paths[0].startswith("data:"):

@@ -430,6 +430,17 @@ class Drawing(torch.nn.Module):
                 return hidden + torch.normal(hidden + 1.0, hidden + 2.0)
             case "normal of a size":
                 return hidden + torch.normal(1.0, 2.0, tuple(hidden.shape), device=hidden.device)
+            case "normal of 16 bits":
+                drawn = torch.randn_like(hidden.bfloat16())
+                assert drawn.dtype == torch.bfloat16
+                return hidden + drawn
+            case "logarithm of 16 bits":
+                drawn = torch.rand_like(hidden.bfloat16())
+                return hidden + torch.log1p(-drawn) + torch.empty_like(drawn).uniform_(0.0, to=0.5)
+            case "normal of a deviation":
+                return hidden + torch.normal(1.0, hidden + 2.0)
+            case "random by name":
+                return hidden + torch.empty_like(hidden).random_(to=9)
             case "noise of 16 bits":
                 drawn = torch.empty_like(hidden, dtype=torch.bfloat16).exponential_()
                 return hidden - drawn.log()

@@ -14,8 +14,9 @@ from graphtrain.torch_frontend.model import factory, open_model
 MODULES = Path(__file__).with_name("modules.py")
 TOKENS = jnp.zeros((8, 128), jnp.int32)
 OPERATIONS = (
-    "exponential", "cauchy", "random", "normal", "normal of a size", "gumbel_softmax",
-    "noise of 16 bits", "multinomial", "multinomial without replacement",
+    "exponential", "cauchy", "random", "random by name", "normal", "normal of a size",
+    "normal of a deviation", "gumbel_softmax", "noise of 16 bits", "normal of 16 bits",
+    "logarithm of 16 bits", "multinomial", "multinomial without replacement",
 )  # fmt: skip
 
 

@@ -125,3 +125,4 @@ def test_another_vocabulary_is_set_in_every_part_that_states_one():
     assert changed["vocab_size"] == changed["text_config"]["vocab_size"] == 72
     assert both["text_config"]["vocab_size"] == 64
     assert "vocab_size" not in with_vocab_size(LLAVA, 72)
+    assert with_vocab_size({"vocab_size": 64, "pad_token_id": -1}, 72)["pad_token_id"] == 63
