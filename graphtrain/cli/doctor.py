@@ -1,6 +1,7 @@
 """graphtrain doctor: report what this machine can do and what is missing; measure its speed."""
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +25,10 @@ from graphtrain.cli.options import cache_option, json_option
     help="With --measure: measure although other processes use the cores.",
 )
 @json_option
-def command(cache: Path, measure: bool, even_if_busy: bool, as_json: bool) -> None:
+@click.pass_context
+def command(
+    context: click.Context, cache: Path, measure: bool, even_if_busy: bool, as_json: bool
+) -> None:
     """Report what this machine can compile for and run on, or measure how fast it is.
 
     Exits with 2 if something that graphtrain requires is missing, or if --measure finds the machine
@@ -33,6 +37,8 @@ def command(cache: Path, measure: bool, even_if_busy: bool, as_json: bool) -> No
     if even_if_busy and not measure:
         raise click.UsageError("--even-if-busy needs --measure")
     if measure:
+        if context.get_parameter_source("cache") is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError("--measure uses no cache; remove --cache")
         _measure(even_if_busy, as_json)
         return
     from graphtrain.api.doctor import run_checks
@@ -61,7 +67,10 @@ def _measure(even_if_busy: bool, as_json: bool) -> None:
         click.echo(json.dumps(asdict(profile), indent=2))
         return
     from graphtrain.api.measuring.report import lines
+    from lowering.machine.machine_tables import VARIABLE
 
     for line in lines(profile):
         click.echo(line)
-    click.echo(f"stored in {path}; plans for cpu:N in this directory use it")
+    named = os.environ.get(VARIABLE)
+    users = f"with {VARIABLE}={named}" if named else "in this directory"
+    click.echo(f"stored in {path}; plans for cpu:N {users} use it")

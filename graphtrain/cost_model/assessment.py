@@ -62,6 +62,11 @@ class StepTime:
     profile_note: str = ""
 
     @property
+    def source(self) -> str:
+        """Source of the time, in words."""
+        return "estimate" if self.measured is None else self.measured.source
+
+    @property
     def total(self) -> float | None:
         """Time of the step from the parts that are known; None if compute is not."""
         return None if self.compute is None else self.known

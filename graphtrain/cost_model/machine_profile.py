@@ -6,9 +6,11 @@ estimates, no compiled program.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +25,8 @@ from lowering.machine.toolchain import version
 from sharding_rules.documents import DocumentError, read_object
 
 FILE = "machine-profiles.json"
-_VERSION = 1
+_VERSION = 2
+BUSY = 0.1  # share of the cores that others may use; above it, times are theirs, too
 RUNS = 5  # of every measurement, of which the median counts
 _Positive = Annotated[float, Field(gt=0, lt=1e9)]
 _Share = Annotated[float, Field(ge=0, lt=1e9)]
@@ -89,7 +92,7 @@ class MachineProfile:
     cores: _Count
     versions: Mapping[str, str]  # of jax and jaxlib
     measured_at: str  # UTC
-    busy: _Share  # share of the cores that other processes used meanwhile
+    busy: _Share | None  # share of the cores that others used meanwhile; None: unknown
     products: tuple[MeasuredProduct, ...]
     memory: tuple[MeasuredStream, ...]
     functions: tuple[MeasuredFunction, ...]
@@ -99,7 +102,11 @@ class MachineProfile:
     @property
     def source(self) -> str:
         """Source of its numbers, in words."""
-        busy = f", while others used {self.busy:.0%} of the cores" if self.busy > 0.1 else ""
+        busy = ""
+        if self.busy is None:
+            busy = ", without knowing what others used of the cores"
+        elif self.busy > BUSY:
+            busy = f", while others used {self.busy:.0%} of the cores"
         return f"measured on {self.measured_at[:10]} with jax {self.versions['jax']}{busy}"
 
     @property
@@ -169,14 +176,44 @@ def read_profiles(path: Path) -> tuple[MachineProfile, ...]:
 def store_profile(path: Path, profile: MachineProfile) -> None:
     """Add a profile to a file, in place of an earlier one of the same machine.
 
+    Machines that share the folder do so one after the other.
+
     Raises:
         PlanError: the file exists and is no file of profiles.
         OSError: it cannot be written.
     """
-    others = [one for one in read_profiles(path) if one.identity != profile.identity]
-    text = json.dumps(asdict(_File(_VERSION, (*others, profile))), indent=1)
-    with atomic_write(path) as file:
-        file.write(f"{text}\n".encode())
+    with _locked(path):
+        others = [one for one in read_profiles(path) if one.identity != profile.identity]
+        text = json.dumps(asdict(_File(_VERSION, (*others, profile))), indent=1)
+        with atomic_write(path) as file:
+            file.write(f"{text}\n".encode())
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which stands beside it, because a rename replaces the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _lock_path(path).open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def check_writable(path: Path) -> None:
+    """Check that store_profile() may write a file, without writing anything.
+
+    Raises:
+        PlanError: it may not.
+    """
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    lock = _lock_path(path)
+    if not all(os.access(one, os.W_OK) for one in (folder, *([lock] if lock.exists() else []))):
+        raise PlanError(f"{path}: cannot be written: no permission to write in {folder}")
 
 
 def profile_of_this_machine(path: Path) -> tuple[MachineProfile | None, str]:
@@ -193,7 +230,13 @@ def profile_of_this_machine(path: Path) -> tuple[MachineProfile | None, str]:
             return one, ""
     if not profiles:
         return None, "this machine has no profile"
-    return None, f"the profile in {path} is of {_difference(profiles[-1], here)}"
+    most_alike = max(reversed(profiles), key=lambda one: _equal_properties(one, here))
+    return None, f"the profile in {path} is of {_difference(most_alike, here)}"
+
+
+def _equal_properties(one: MachineProfile, other: MachineProfile) -> int:
+    """Return in how many properties of their identity two profiles agree."""
+    return sum(a == b for a, b in zip(one.identity, other.identity, strict=True))
 
 
 def _difference(other: MachineProfile, here: MachineProfile) -> str:

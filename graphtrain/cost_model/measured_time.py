@@ -27,7 +27,10 @@ _NEAREST = 4  # measured products whose rates are averaged
 # Bytes from which on a loop's arrays are taken to come from memory: they were written a layer or a
 # step ago, while a measurement repeats one loop and finds them in the cache.
 _CACHED = 1 << 18
-_SMALLEST_KIND = "arithmetic"  # stands for kinds of loops that a profile lacks
+
+
+class MissingKind(LookupError):
+    """A profile lacks a kind of loops, which `graphtrain doctor --measure` would measure."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ def measured_time(
 
     Raises:
         KeyError: the profile lacks a dtype in which the step multiplies.
+        MissingKind: it lacks a kind of the step's loops.
     """
     share = _Share(devices, profile.cores)
     products = loops = PartSeconds()
@@ -139,9 +143,16 @@ def _distance(product: Product, other: MeasuredProduct) -> float:
 
 
 def loop_seconds(loop: LoopWork, profile: MachineProfile) -> float:
-    """Return the processor time of a loop: that of its memory or of its functions, the longer."""
+    """Return the processor time of a loop: that of its memory or of its functions, the longer.
+
+    Raises:
+        MissingKind: the profile lacks a kind of the loop's functions.
+    """
     costs = {one.kind: one.seconds for one in profile.functions}
-    functions = sum(count * costs.get(kind, costs[_SMALLEST_KIND]) for kind, count in loop.elements)
+    for kind, _ in loop.elements:
+        if kind not in costs:
+            raise MissingKind(kind)
+    functions = sum(count * costs[kind] for kind, count in loop.elements)
     return max(functions, loop.bytes * _seconds_per_byte(loop.bytes, profile))
 
 

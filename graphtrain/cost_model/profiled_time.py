@@ -15,7 +15,7 @@ from graphtrain.cost_model.machine_profile import (
     profile_of_this_machine,
     profiles_path,
 )
-from graphtrain.cost_model.measured_time import MeasuredTime, measured_time
+from graphtrain.cost_model.measured_time import MeasuredTime, MissingKind, measured_time
 from lowering.hlo.work import ProgramWork
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ def with_profile(
     work = ProgramWork.from_record(record["work"])
     try:
         measured = measured_time(work, collectives, profile, program.target.devices)
+    except MissingKind as error:
+        reason = f"the profile lacks loops of the kind {error.args[0]}"
+        return replace(time, profile_note=f"{reason}; {_ADVICE} again")
     except KeyError as error:
         return replace(time, profile_note=f"no profile has measured {error.args[0]}")
     return _step_time(measured)

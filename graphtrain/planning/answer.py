@@ -114,7 +114,11 @@ def answer(
         observe: called with each label and stage of a compilation.
     """
     assessment = assess(program, cache, observe, compile=compile)
-    bars = ledger.error_bars(ledger.read(ledger.ledger_path(cache.root)), assessment.target)
+    bars = ledger.error_bars(
+        ledger.read(ledger.ledger_path(cache.root)),
+        assessment.target,
+        "estimate" if assessment.time.measured is None else "profile",
+    )
     causes = _causes(program, assessment, cache)
     phases = assess_phases(program, assessment, cache, observe, compile=compile)
     if assessment.memory.fits:

@@ -53,6 +53,7 @@ def differences(before: Assessment, after: Assessment) -> list[PlanChange]:
         *_compare("memory", _memory(before), _memory(after), "bytes"),
         *_compare("communication", _counts(before), _counts(after), "a step"),
         *_compare("communication", _sent(before), _sent(after), "bytes"),
+        *_compare("time", _time_source(before), _time_source(after)),
         *_compare("time", _time(before), _time(after), "s"),
         *_compare("time", {_MFU: _or_unknown(before.mfu)}, {_MFU: _or_unknown(after.mfu)}),
     ]
@@ -111,12 +112,17 @@ def _sent(of: Assessment) -> dict[str, str | float]:
     return {f"{row.op} over {row.axes}, sent": round(row.wire_bytes) for row in rows}
 
 
+def _time_source(of: Assessment) -> dict[str, str | float]:
+    """Return by what the step time is known; times by a profile and by a roofline are unlike."""
+    return {"source": of.time.source}
+
+
 def _time(of: Assessment) -> dict[str, str | float]:
     time = of.time
     parts: dict[str, float | None] = {"compute": time.compute, "memory": time.memory}
     parts |= {f"communication over {axes}": seconds for axes, seconds in time.communication.items()}
     parts |= {"overlapped": time.overlapped, "bubble": time.bubble}
-    parts |= {"host memory": time.host, "step": time.total}
+    parts |= {"host memory": time.host, "starting operations": time.starting, "step": time.total}
     return {name: _or_unknown(value) for name, value in parts.items()}
 
 

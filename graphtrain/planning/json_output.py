@@ -99,7 +99,7 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
         "sources": {
             "memory": memory_sources(memory),
             "collectives": assessment.collectives_source,
-            "step_seconds": "estimate" if time.measured is None else time.measured.source,
+            "step_seconds": time.source,
             "flops_by_part": "estimate",
             "mfu": "estimate",
             "mfu_causal": "estimate",

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,7 @@ from sharding_rules.documents import DocumentError, parse_object, read_bytes
 
 _MAX_BYTES = 1 << 30  # of the file; an entry has some 400 bytes
 _Cost = Annotated[float, Field(ge=0, lt=1e30)]
+StepSource = Literal["estimate", "profile"]  # of a predicted step time
 QUANTITIES = ("compile_seconds", "step_seconds", "peak_bytes")
 
 
@@ -49,6 +50,7 @@ class LedgerEntry:
     stablehlo_bytes: Annotated[int, Field(ge=0, lt=2**63)]  # size of the compiler's input
     predicted: Costs
     measured: Costs
+    step_source: StepSource = "estimate"  # of the predicted step_seconds
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,20 @@ def _parse(line: bytes) -> LedgerEntry | None:
         return None
 
 
-def error_bars(entries: Iterable[LedgerEntry], target: str) -> dict[str, ErrorBar]:
-    """Return the error bar of each quantity that has both predictions and measurements."""
+def error_bars(
+    entries: Iterable[LedgerEntry], target: str, step_source: StepSource = "estimate"
+) -> dict[str, ErrorBar]:
+    """Return the error bar of each quantity that has both predictions and measurements.
+
+    Step times count only where they were predicted from the same source.
+    """
     of_target = [entry for entry in entries if entry.target == target]
     bars = {}
     for name in QUANTITIES:
-        pairs = ((getattr(one.predicted, name), getattr(one.measured, name)) for one in of_target)
+        alike = (
+            one for one in of_target if name != "step_seconds" or one.step_source == step_source
+        )
+        pairs = ((getattr(one.predicted, name), getattr(one.measured, name)) for one in alike)
         ratios = [measured / predicted for predicted, measured in pairs if predicted and measured]
         if ratios:
             worst = max(ratios, key=lambda ratio: abs(math.log(ratio)))

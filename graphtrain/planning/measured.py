@@ -36,28 +36,32 @@ def record_run(
     """
     path = ledger.ledger_path(store)
     step_seconds = [metrics["step_seconds"] for metrics in journal if "step_seconds" in metrics][1:]
+    time = predicted_time(program, record)
     entry = LedgerEntry(
         target=program.settings.target,
         request=request_keys(program)["train"].digest,
         when=timestamp(),
         steps=len(step_seconds),
         stablehlo_bytes=record["stablehlo_bytes"],
-        predicted=_predicted(path, program, record),
+        predicted=_predicted(path, program, record, time.total),
         measured=Costs(
             compile_seconds=record["compile_seconds"],
             step_seconds=statistics.median(step_seconds) if step_seconds else None,
             peak_bytes=peak_bytes,
         ),
+        step_source="estimate" if time.measured is None else "profile",
     )
     ledger.append(path, entry)
 
 
-def _predicted(path: Path, program: ResolvedProgram, record: Mapping[str, Any]) -> Costs:
+def _predicted(
+    path: Path, program: ResolvedProgram, record: Mapping[str, Any], step_seconds: float | None
+) -> Costs:
     """Return the costs that a plan predicts for the same compiled program."""
     return Costs(
         compile_seconds=ledger.predict_compile_seconds(
             ledger.read(path), program.settings.target, record["stablehlo_bytes"]
         ),
-        step_seconds=predicted_time(program, record).total,
+        step_seconds=step_seconds,
         peak_bytes=record["memory"]["peak"],
     )

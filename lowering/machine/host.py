@@ -15,6 +15,8 @@ from pathlib import Path, PurePosixPath
 
 _CPUINFO = Path("/proc/cpuinfo")
 _PROCESS = Path("/proc/self")
+# Files of a cgroup with its quota of processor time and the period of the quota
+_QUOTA_FILES = {"cgroup2": ("cpu.max",), "cgroup": ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
 # Files of a cgroup with the limit of its memory and what is used of it, by type of file system
 _CGROUP_FILES = {
     "cgroup2": ("memory.max", "memory.current"),
@@ -57,7 +59,28 @@ def available_memory() -> int:
 
 
 def _cgroup_memory_left() -> Iterator[int]:
-    """Yield what each limit on this process leaves: of its cgroups, versions 1 and 2.
+    """Yield what each limit on this process leaves of its memory."""
+    for kind, directory in _cgroups("memory"):
+        with contextlib.suppress(OSError, ValueError):  # the root has no limit; "max" is none
+            limit, usage = (int((directory / name).read_text()) for name in _CGROUP_FILES[kind])
+            yield max(0, limit - usage)
+
+
+def _cgroup_cores() -> Iterator[int]:
+    """Yield the number of cores of each quota of processor time on this process, rounded up.
+
+    Source: "CPU Controller" of cgroup-v2.rst and sched-bwc.rst of the Linux kernel
+    """
+    for kind, directory in _cgroups("cpu"):
+        with contextlib.suppress(OSError, ValueError):  # the root has no quota; "max" is none
+            fields = [(directory / name).read_text() for name in _QUOTA_FILES[kind]]
+            quota, period = map(int, " ".join(fields).split())
+            if quota > 0 and period > 0:  # of version 1, -1 is none
+                yield -(-quota // period)
+
+
+def _cgroups(controller: str) -> Iterator[tuple[str, Path]]:
+    """Yield type of file system and directory of each cgroup of this process, versions 1 and 2.
 
     A limit applies to a cgroup and all below it, so each one up to the root counts.
 
@@ -73,9 +96,9 @@ def _cgroup_memory_left() -> Iterator[int]:
             _, controllers, path = membership.split(":", 2)
             names = controllers.split(",")
             if kind == ("cgroup2" if controllers == "" else "cgroup") and (
-                kind == "cgroup2" or {"memory"} <= {*names} & {*options}
+                kind == "cgroup2" or {controller} <= {*names} & {*options}
             ):
-                yield from _limits_up_to(mount_point, _below(root, path), *_CGROUP_FILES[kind])
+                yield from ((kind, one) for one in _up_to(mount_point, _below(root, path)))
 
 
 def _cgroup_mount(line: str) -> tuple[str, str, Path, list[str]]:
@@ -100,20 +123,28 @@ def _below(root: str, path: str) -> str:
     return "." if ".." in below.split("/") else below
 
 
-def _limits_up_to(top: Path, below: str, limit_file: str, usage_file: str) -> Iterator[int]:
+def _up_to(top: Path, below: str) -> Iterator[Path]:
+    """Yield a directory and those that contain it, up to the top."""
     for directory in (top / below, *(top / below).parents):
-        with contextlib.suppress(OSError, ValueError):  # the root has no limit; "max" is none
-            limit, usage = (
-                int((directory / name).read_text()) for name in (limit_file, usage_file)
-            )
-            yield max(0, limit - usage)
+        yield directory
         if directory == top:
             return
 
 
 def usable_cores() -> int:
-    """Return the number of cores this process may use, as limited by Slurm or a container."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores this process may use, as limited by Slurm or a container.
+
+    A quota of processor time counts like a number of cores: docker --cpus, a limit of Kubernetes,
+    CPUQuota of systemd.
+    """
+    return min([len(usable_cpus()), *_cgroup_cores()])
+
+
+def usable_cpus() -> set[int]:
+    """Return the numbers of the CPUs on which this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def process_started_at() -> float:

@@ -10,6 +10,8 @@ import pytest
 
 from graphtrain.config import load_config
 from graphtrain.config.resolve import resolve
+from graphtrain.cost_model.assessment import StepTime
+from graphtrain.cost_model.measured_time import MeasuredTime, PartSeconds
 from graphtrain.planning.answer import Answer
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.collective_origins import CollectiveOrigin
@@ -169,6 +171,26 @@ def test_unknown_is_never_shown_as_zero(browser, html, tmp_path):
     figures = tab.inner_text("#figures")
     assert "step time, at least" in figures and "utilization" not in figures
     assert "unknown" in tab.inner_text("#parts") and "0.0 µs" not in tab.inner_text("#parts")
+    tab.close()
+
+
+def test_a_time_by_a_profile_is_said_and_adds_up(browser, html, tmp_path):
+    program = resolve(load_config(html.parent / "config.toml", ["program.target=cpu:16"]).program)
+    parts = (PartSeconds(32.0, seconds) for seconds in (2.0, 1.0, 0.5))
+    measured = MeasuredTime("measured on 2026-01-02", *parts)
+    time = StepTime(2.0, 1.0, {}, 0.0, 0.0, starting=0.5, measured=measured)
+    answer = Answer(program, dataclasses.replace(estimate(program), time=time), {})
+    page = tmp_path / "profile.html"
+    page.write_text(render_page("profile", answer), encoding="utf-8")
+    tab = browser.new_page()
+    tab.goto(page.as_uri())
+    tab.wait_for_selector("body[data-drawn=yes]")
+    assert not tab.is_visible("#time-roofline")
+    about = tab.inner_text("#time-profile")
+    assert "measured on 2026-01-02" in about and "96.00 s of processor time" in about
+    bars = tab.inner_text("#time-chart")
+    assert "starting operations" in bars and "500.00 ms" in bars and "3.50 s" in bars
+    assert "3.50 s step time profile" in " ".join(tab.inner_text("#figures").split())
     tab.close()
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from graphtrain.cost_model.machine_profile import (
+    BUSY,
     MachineProfile,
+    check_writable,
     profiles_path,
     read_profiles,
     store_profile,
@@ -19,9 +24,9 @@ from graphtrain.cost_model.machine_profile import (
 )
 from graphtrain.errors import PlanError
 from graphtrain.files import validate
+from lowering.machine import host
 from sharding_rules.documents import parse_object
 
-_BUSY = 0.1  # share of the cores that others may use; above it, times are theirs, too
 _WATCHED_SECONDS = 2.0
 _DEVICES = (1, 2, 4, 8)  # of which collectives are measured, from 2 on
 
@@ -36,23 +41,44 @@ def measure_machine(
         even_if_busy: measure although other processes use the cores.
 
     Raises:
-        PlanError: other processes use the cores, or a measurement failed.
+        PlanError: other processes use the cores, before or meanwhile, or a measurement failed.
     """
-    busy = used_by_others()
-    if busy > _BUSY and not even_if_busy:
-        raise PlanError(
-            f"other processes use {busy:.0%} of the cores, and their work would be in the "
-            "measured times; measure when the machine is idle, or add --even-if-busy"
-        )
+    if not even_if_busy:
+        before = CoreUse.now()
+        time.sleep(_WATCHED_SECONDS)
+        _refuse_busy(used_by_others(before), "use")
+    before = CoreUse.now()
     found: dict[str, Any] = {"collectives": []}
     for devices in _DEVICES:
         measured = _in_process(devices, observe)
         found["collectives"] += measured.pop("collectives", [])
         found |= measured
+    busy = used_by_others(before)
+    if not even_if_busy:
+        _refuse_busy(busy, "used")
     empty = this_machine()
     about = {name: value for name, value in vars(empty).items() if name not in found}
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return validate(MachineProfile, about | found | {"busy": round(busy, 3), "measured_at": now})
+    about |= {"busy": None if busy is None else round(busy, 3), "measured_at": now}
+    return validate(MachineProfile, about | found)
+
+
+def _refuse_busy(busy: float | None, use: str) -> None:
+    """Refuse a machine whose cores other processes use, or may use without being seen.
+
+    Raises:
+        PlanError: they do.
+    """
+    if busy is None:
+        raise PlanError(
+            "the system does not say whether other processes use the cores; add --even-if-busy "
+            "if none does"
+        )
+    if busy > BUSY:
+        raise PlanError(
+            f"other processes {use} {busy:.0%} of the cores, and their work would be in the "
+            "measured times; measure when the machine is idle, or add --even-if-busy"
+        )
 
 
 def measure_and_store(
@@ -64,7 +90,8 @@ def measure_and_store(
         PlanError: as measure_machine(), or the file of profiles cannot be read or written.
     """
     path = profiles_path()
-    read_profiles(path)  # before the minute
+    read_profiles(path)  # before the minute, as the next
+    check_writable(path)
     profile = measure_machine(observe, even_if_busy=even_if_busy)
     try:
         store_profile(path, profile)
@@ -73,37 +100,66 @@ def measure_and_store(
     return path, profile
 
 
-def used_by_others(seconds: float = _WATCHED_SECONDS) -> float:
-    """Return the share of this machine's cores that other processes use; 0.0 where unknown."""
-    before, own = _cpu_times(), time.process_time()
-    time.sleep(seconds)
-    after, own = _cpu_times(), time.process_time() - own
-    if before is None or after is None:
-        return 0.0
-    busy, everything = (late - early for late, early in zip(after, before, strict=True))
-    return max(0.0, busy - own) / everything if everything else 0.0
+@dataclass(frozen=True)
+class CoreUse:
+    """Seconds of the cores on which this process may run, since they started."""
+
+    busy: float
+    everything: float
+    own: float  # of this process and those of its children that have ended
+
+    @classmethod
+    def now(cls) -> CoreUse | None:
+        """Return the seconds until now; None where the system does not say them."""
+        import psutil
+
+        try:
+            times = psutil.cpu_times(percpu=True)
+        except OSError:
+            return None
+        cpus = host.usable_cpus()
+        # The list has the CPUs that are switched on; with others off, its places are no numbers.
+        mine = [one for at, one in enumerate(times) if at in cpus or len(times) != os.cpu_count()]
+        busy, everything = (sum(one) for one in zip(*map(_seconds, mine), strict=True))
+        return cls(busy, everything, sum(os.times()[:4]))
 
 
-def _cpu_times() -> tuple[float, float] | None:
-    """Return seconds in which the cores worked, and all their seconds; None where unknown."""
-    import psutil
-
-    times = psutil.cpu_times()
+def _seconds(times: Any) -> tuple[float, float]:
+    """Return seconds in which one CPU worked, and all its seconds."""
     everything = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return everything - times.idle - getattr(times, "iowait", 0.0), everything
 
 
+def used_by_others(before: CoreUse | None) -> float | None:
+    """Return the share of the usable cores that others have used since; None where unknown."""
+    now = CoreUse.now()
+    if before is None or now is None:
+        return None
+    everything = now.everything - before.everything
+    others = now.busy - before.busy - (now.own - before.own)
+    return max(0.0, others) / everything if everything else 0.0
+
+
 def _in_process(devices: int, observe: Callable[[str], None]) -> dict[str, Any]:
-    """Measure in a process with a number of devices."""
+    """Measure in a process with a number of devices; it is ended if waiting for it is."""
     command = [sys.executable, "-m", "graphtrain.api.measuring.worker", str(devices)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    messages = list(_messages(process, observe))
-    assert process.stdout
-    output = process.stdout.read()
-    if process.wait() != 0:
+    # A file, because nothing reads a pipe until the process has ended its messages.
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, text=True) as process,
+    ):
+        try:
+            messages = list(_messages(process, observe))
+            status = process.wait()
+        except BaseException:  # a signal too: it would go on for a minute, on all cores
+            process.kill()
+            raise
+        output.seek(0)
+        found = output.read()
+    if status != 0:
         tail = "".join(messages[-5:])
         raise PlanError(f"the process that measures {devices} devices failed: {tail}")
-    return parse_object(output)
+    return parse_object(found)
 
 
 def _messages(process: subprocess.Popen[str], observe: Callable[[str], None]) -> Iterator[str]:

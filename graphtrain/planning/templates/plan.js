@@ -109,7 +109,7 @@ function figures() {
     ["peak memory per device", megabytes(plan.memory.peak_bytes), plan.memory.source],
     ["of the usable memory", share < 0.1 ? "under\u00a00.1\u00a0%" : `${number(share)} %`, plan.memory.source],
     ["sent per device and step", megabytes(sent), plan.sources.collectives],
-    ["step time" + (plan.step_seconds_is_lower_bound ? ", at least" : ""), seconds(plan.step_seconds), "estimate"],
+    ["step time" + (plan.step_seconds_is_lower_bound ? ", at least" : ""), seconds(plan.step_seconds), plan.measured ? "profile" : "estimate"],
     ["parameters", plan.parameter_count.toLocaleString("en-US"), "rules"],
   ];
   if (plan.frozen_parameter_count)
@@ -310,7 +310,19 @@ async function memory() {
 
 async function time() {
   const parts = plan.step_seconds_by_part;
-  const rows = ["compute", "memory"].map((part) => ({ part, seconds: parts[part], role: "counts" }));
+  const measured = plan.measured;
+  const names_of_parts = measured
+    ? { compute: "products", memory: "loops between products", starting: "starting operations" }
+    : { compute: "compute", memory: "memory" };
+  at("time-roofline").hidden = Boolean(measured);
+  at("time-profile").hidden = !measured && !plan.profile_note;
+  at("time-profile").textContent = measured
+    ? "The work of each instruction of the compiled program, by the measured speed of this machine " +
+      `(${measured.source}). The step time is the sum of its parts by the clock. All devices together take ` +
+      `${seconds(measured.total.processor)} of processor time.`
+    : plan.profile_note && `No profile of this machine was used: ${plan.profile_note}.`;
+  const rows = Object.entries(names_of_parts).map(
+    ([part, name]) => ({ part: name, seconds: parts[part], role: "counts" }));
   for (const [axes, spent] of Object.entries(parts.communication))
     rows.push({ part: `communication over ${axes}`, seconds: spent, role: "sending" });
   if (parts.overlapped) rows.push({ part: "overlapped with compute", seconds: parts.overlapped, role: "hidden" });
@@ -323,7 +335,7 @@ async function time() {
   const roles = ["counts", "sending", "waiting", "hidden", "step"];
   const y = { field: "part", type: "nominal", sort: null, title: null, axis: { labelLimit: 220 } };
   const most = Math.max(...rows.map((row) => row.seconds ?? 0));
-  const x = { field: "seconds", type: "quantitative", title: "seconds (estimate)",
+  const x = { field: "seconds", type: "quantitative", title: measured ? "seconds by the clock (profile)" : "seconds (estimate)",
     axis: { tickCount: 8 }, scale: { domain: [0, most * 1.2 || 1], nice: false } };  // room for the numbers
   await draw("time-chart", {
     width: "container", height: 26 * rows.length, data: { values: rows }, encoding: { y, x },

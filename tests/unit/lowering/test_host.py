@@ -172,6 +172,32 @@ def test_in_a_container_the_limit_at_the_mount_counts(cgroups, tmp_path, root, p
     assert cgroups(f"0::{path}\n", mounts, limits) == 1 << 30
 
 
+@pytest.mark.parametrize(
+    "kind, options, quotas, cores",
+    [
+        ("cgroup2", "rw", {"cpu.max": "150000 100000"}, 2),
+        ("cgroup2", "rw", {"cpu.max": "max 100000"}, 8),
+        ("cgroup2", "rw", {"cpu.max": "6400000 100000"}, 8),
+        ("cgroup2", "rw", {"cpu.max": "1000 100000"}, 1),
+        ("cgroup", "rw,cpu,cpuacct", {"cpu.cfs_quota_us": 300000, "cpu.cfs_period_us": 100000}, 3),
+        ("cgroup", "rw,cpu,cpuacct", {"cpu.cfs_quota_us": -1, "cpu.cfs_period_us": 100000}, 8),
+        ("cgroup", "rw,memory", {"cpu.cfs_quota_us": 300000, "cpu.cfs_period_us": 100000}, 8),
+    ],
+)
+def test_a_quota_of_processor_time_is_a_number_of_cores(
+    kind, options, quotas, cores, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(host, "_PROCESS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    controllers = "0:" if kind == "cgroup2" else "3:cpu,cpuacct"
+    (tmp_path / "cgroup").write_text(f"{controllers}:/pod/task\n")
+    (tmp_path / "mountinfo").write_text(mount_line("/", tmp_path / "top", kind, options))
+    (tmp_path / "top/pod/task").mkdir(parents=True)
+    for name, value in quotas.items():
+        (tmp_path / "top/pod" / name).write_text(f"{value}\n")
+    assert host.usable_cores() == cores
+
+
 def test_without_proc_the_host_counts(monkeypatch, tmp_path):
     monkeypatch.setattr(host, "_PROCESS", tmp_path / "none")
     assert host.available_memory() > 0

@@ -1,3 +1,6 @@
+from dataclasses import replace
+
+from graphtrain.cost_model.measured_time import MeasuredTime, PartSeconds
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.diff import differences
 
@@ -13,6 +16,15 @@ def test_only_what_differs_is_told(vary):
     assert by_name["activations"].ratio < 1
     assert by_name["activations"].unit == "bytes"
     assert "parameters" not in by_name
+
+
+def test_a_time_by_a_profile_differs_in_its_source_and_in_starting_operations(vary):
+    before = estimate(vary([]))
+    by_profile = MeasuredTime("measured on 2026-01-02", *3 * [PartSeconds(2.0, 1.0)])
+    after = replace(before, time=replace(before.time, starting=1.0, measured=by_profile))
+    changes = {one.what: (one.before, one.after) for one in differences(before, after)}
+    assert changes["source"] == ("estimate", "measured on 2026-01-02")
+    assert changes["starting operations"] == (0.0, 1.0)
 
 
 def test_a_new_mesh_axis_appears_and_an_old_one_goes(vary):

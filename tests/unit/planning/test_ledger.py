@@ -57,6 +57,13 @@ def test_the_worst_ratio_is_the_farthest_from_one_whichever_way():
     assert (bar.median, bar.worst, bar.count) == (1.1, 0.5, 3)
 
 
+def test_step_times_count_only_where_the_same_source_predicted_them(tmp_path):
+    append(tmp_path / "ledger.jsonl", dataclasses.replace(measured(2.2), step_source="profile"))
+    entries = [measured(3.0), *read(tmp_path / "ledger.jsonl")]
+    assert error_bars(entries, ENTRY.target)["step_seconds"].median == 1.5
+    assert error_bars(entries, ENTRY.target, "profile")["step_seconds"].median == 1.1
+
+
 def test_other_targets_and_what_was_never_predicted_make_no_error_bar():
     assert error_bars([ENTRY], "v5p:4x4x4") == {}
     assert "compile_seconds" not in error_bars([ENTRY], ENTRY.target)

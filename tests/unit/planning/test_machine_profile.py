@@ -1,26 +1,27 @@
 """Profiles of machines: stored, read by plans of the same machine alone, refused if damaged."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from click.testing import CliRunner
 
-from graphtrain.api.measuring import machine
 from graphtrain.api.measuring.report import lines
-from graphtrain.cli.doctor import command
+from graphtrain.cost_model import profiled_time
 from graphtrain.cost_model.machine_profile import (
     Measured,
     MeasuredCollective,
     MeasuredFunction,
     MeasuredProduct,
     MeasuredStream,
+    check_writable,
     profile_of_this_machine,
     read_profiles,
     store_profile,
     this_machine,
 )
 from graphtrain.cost_model.measured_time import (
+    MissingKind,
     collective_seconds,
     loop_seconds,
     measured_time,
@@ -96,6 +97,30 @@ def test_a_profile_of_another_machine_is_not_used_and_says_why(tmp_path, change,
     assert profile is None and reason in why
 
 
+def test_of_several_profiles_the_reason_is_that_of_the_most_similar_one(tmp_path):
+    path = tmp_path / "machine-profiles.json"
+    mine = replace(made_up(), cores=this_machine().cores)
+    store_profile(path, replace(mine, versions={"jax": "0.1", "jaxlib": "0.1"}))
+    store_profile(path, replace(mine, processor="Other 9000", features="0"))
+    assert "jax 0.1, this is" in profile_of_this_machine(path)[1]
+
+
+def test_machines_that_store_at_the_same_time_lose_no_profile(tmp_path):
+    path = tmp_path / "machine-profiles.json"
+    names = [f"machine {number}" for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: store_profile(path, made_up(processor=name)), names))
+    assert sorted(one.processor for one in read_profiles(path)) == names
+
+
+def test_a_folder_without_permission_is_refused_before_the_minute(tmp_path, monkeypatch):
+    check_writable(tmp_path / "new folder" / "machine-profiles.json")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with pytest.raises(PlanError, match=f"no permission to write in {tmp_path}"):
+        check_writable(tmp_path / "machine-profiles.json")
+
+
 def test_a_damaged_file_is_an_error_that_names_the_entry(tmp_path):
     path = tmp_path / "machine-profiles.json"
     store_profile(path, made_up())
@@ -104,8 +129,8 @@ def test_a_damaged_file_is_an_error_that_names_the_entry(tmp_path):
     path.write_text(json.dumps(document))
     with pytest.raises(PlanError, match=r"profiles\.0\.products\.0\.seconds"):
         read_profiles(path)
-    path.write_text(json.dumps(document | {"graphtrain_machine_profiles": 2, "profiles": []}))
-    with pytest.raises(PlanError, match="version 2"):
+    path.write_text(json.dumps(document | {"graphtrain_machine_profiles": 1, "profiles": []}))
+    with pytest.raises(PlanError, match="version 1"):
         read_profiles(path)
 
 
@@ -124,6 +149,19 @@ def test_a_loop_takes_as_long_as_its_memory_or_its_functions():
     assert loop_seconds(LoopWork(1000, (("exp", 10**6),), 1), profile) == pytest.approx(1e-3)
     in_cache = loop_seconds(LoopWork(round(10**4.5), (), 1), profile)
     assert in_cache == pytest.approx(10**4.5 * (1e-11 + 1e-10) / 2, 1e-3)
+
+
+@pytest.mark.parametrize("kind", ["permuted", "log"])
+def test_a_kind_of_loops_that_the_profile_lacks_is_measured_again(kind, vary, monkeypatch):
+    lacking = LoopWork(1000, ((kind, 10),), 1)
+    with pytest.raises(MissingKind, match=kind):
+        loop_seconds(lacking, made_up())
+    monkeypatch.setattr(profiled_time, "current_profile", lambda: (made_up(), ""))
+    program, work = vary(["program.target=cpu:2"]), replace(WORK, loops={lacking: 1})
+    time = with_profile(estimate(program).time, program, [], {"work": work.to_record()})
+    assert time.measured is None
+    assert f"lacks loops of the kind {kind}" in time.profile_note
+    assert "doctor --measure measures it again" in time.profile_note
 
 
 def test_a_loop_over_arrays_beyond_the_cache_takes_what_the_largest_stream_takes():
@@ -172,15 +210,6 @@ def test_a_plan_uses_the_profile_of_this_machine_and_says_when_it_was_measured(
     assert "between processes" in with_profile(without, processes, [], record).profile_note
     accelerator = vary(["program.target=h100:2"])
     assert with_profile(without, accelerator, [], record) is without
-
-
-def test_a_busy_machine_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "used_by_others", lambda: 0.4)
-    result = CliRunner().invoke(command, ["--measure"])
-    assert isinstance(result.exception, PlanError)
-    assert "other processes use 40% of the cores" in str(result.exception)
-    assert not list(tmp_path.iterdir())
 
 
 def test_every_number_is_printed_with_its_spread_and_how_it_was_measured():

@@ -1,0 +1,120 @@
+"""graphtrain doctor --measure: what it measures, when it refuses, and its processes."""
+
+import signal
+import sys
+from collections import namedtuple
+from dataclasses import replace
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from graphtrain.api.measuring import loops, machine
+from graphtrain.cli.doctor import command
+from graphtrain.cost_model.machine_profile import MeasuredFunction, this_machine
+from graphtrain.errors import PlanError
+from lowering.hlo.loop_work import FUNCTIONS
+
+CPU = namedtuple("CPU", "user idle")
+WORKER = """#!/bin/sh
+echo 'measuring products' >&2
+printf '{"long": "%0200000d"}' 0
+echo 'measuring memory' >&2
+exit $STATUS
+"""
+
+
+def test_every_kind_of_loops_is_measured(monkeypatch):
+    fake = MeasuredFunction(1.0, 0.0, "", 1)
+    for name in ("_function", "_moved"):
+        monkeypatch.setattr(loops, name, lambda kind, *rest: replace(fake, kind=kind))
+    measured = {one.kind for one in loops.measure_functions(0.0, lambda subject: None)}
+    moves = {"transposed", "transposed_aliased", "transposed_alone", "permuted"}
+    assert measured == {*FUNCTIONS.values(), *moves, "arithmetic", "reduce", "to_bfloat16"}
+
+
+def test_a_busy_machine_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "used_by_others", lambda before: 0.4)
+    monkeypatch.setattr(machine, "_WATCHED_SECONDS", 0.0)
+    result = CliRunner().invoke(command, ["--measure"])
+    assert isinstance(result.exception, PlanError)
+    assert "other processes use 40% of the cores" in str(result.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_machine_that_others_use_meanwhile_is_refused_or_recorded(monkeypatch):
+    shares = iter([0.0, 0.3, 0.3, None, None])
+    monkeypatch.setattr(machine, "used_by_others", lambda before: next(shares))
+    monkeypatch.setattr(machine, "_WATCHED_SECONDS", 0.0)
+    monkeypatch.setattr(machine, "_in_process", lambda devices, observe: {})
+    with pytest.raises(PlanError, match="other processes used 30% of the cores"):
+        machine.measure_machine()
+    recorded = machine.measure_machine(even_if_busy=True)
+    assert recorded.source.endswith("while others used 30% of the cores")
+    with pytest.raises(PlanError, match="does not say whether other processes use the cores"):
+        machine.measure_machine()
+
+
+def test_only_the_cores_of_this_process_are_watched(monkeypatch):
+    monkeypatch.setattr(machine.host, "usable_cpus", lambda: {1})
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(machine.os, "times", lambda: (0.0, 0.0, 2.0, 0.0, 9.0))
+    before = machine.CoreUse(busy=10.0, everything=100.0, own=0.0)
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [CPU(0, 500), CPU(17, 93)])
+    assert machine.used_by_others(before) == pytest.approx(0.5)  # 7 s, of which 2 are its own
+
+
+def test_without_proc_the_use_of_the_cores_is_unknown(monkeypatch):
+    def missing(percpu):
+        raise FileNotFoundError("/proc/stat")
+
+    monkeypatch.setattr(psutil, "cpu_times", missing)
+    assert machine.CoreUse.now() is None and machine.used_by_others(None) is None
+    assert "without knowing" in this_machine(busy=None).source
+
+
+def test_a_measurement_ends_with_the_command(monkeypatch):
+    started = []
+
+    def interrupted(process, observe):
+        started.append(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(machine, "_messages", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        machine._in_process(1, lambda subject: None)
+    assert started[0].returncode == -signal.SIGKILL
+
+
+def test_a_cache_is_no_option_of_measurements():
+    result = CliRunner().invoke(command, ["--measure", "--cache", "somewhere"])
+    assert result.exit_code == 2 and "remove --cache" in result.output
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_command_says_which_plans_use_the_profile(named, tmp_path, monkeypatch):
+    targets = tmp_path / "targets.toml"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "measure_machine", lambda observe, even_if_busy: this_machine())
+    if named:
+        monkeypatch.setenv("GRAPHTRAIN_TARGETS", str(targets))
+    else:
+        monkeypatch.delenv("GRAPHTRAIN_TARGETS", raising=False)
+    users = f"with GRAPHTRAIN_TARGETS={targets}" if named else "in this directory"
+    assert f"plans for cpu:N {users} use it" in CliRunner().invoke(command, ["--measure"]).output
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_output_of_a_measuring_process_may_be_long(status, tmp_path, monkeypatch):
+    worker, observed = tmp_path / "python", []
+    worker.write_text(WORKER)
+    worker.chmod(0o755)
+    monkeypatch.setenv("STATUS", str(status))
+    monkeypatch.setattr(sys, "executable", str(worker))
+    if status:
+        with pytest.raises(PlanError, match="measures 2 devices failed: measuring products"):
+            machine._in_process(2, observed.append)
+    else:
+        assert machine._in_process(2, observed.append) == {"long": "0" * 200_000}
+    assert observed == ["products", "memory"]
