@@ -23,11 +23,16 @@ from sharding_rules.arrays import Role
 def written_in_place(program: ResolvedProgram, specs: Tree) -> frozenset[str]:
     """Return the paths of parameters whose gradients layers write in place: stacked ones, in scans.
 
-    LoRA's factors are small, and imported models stack their layers while they are traced.
+    Vectors are left out: they are small, and those of all layers are reduced at once. LoRA's
+    factors are small, and imported models stack their layers while they are traced.
     """
     if is_imported(program.model) or program.adapter is not None:
         return frozenset()
-    return frozenset(path for path in flatten(specs) if path.split("/")[0] in STACKS)
+    return frozenset(
+        path
+        for path, spec in flatten(specs).items()
+        if path.split("/")[0] in STACKS and len(spec.shape) > 2
+    )
 
 
 @dataclass(frozen=True)
