@@ -62,6 +62,12 @@ class InitOperation:
         )
         return self.method in _DRAWING or without_data
 
+    @property
+    def has_infinite_values(self) -> bool:
+        """True if an argument is infinite or has infinite elements, as those of a mask."""
+        numbers = (one for one in self.arguments if isinstance(one, float | np.ndarray))
+        return any(bool(np.isinf(one).any()) for one in numbers)
+
     def apply(self, tensor: torch.Tensor) -> None:
         """Repeat the operation on another tensor."""
         settings = dict(self.settings)

@@ -44,6 +44,7 @@ from graphtrain.weights.files import (
     WeightFiles,
     numpy_dtype_of,
 )
+from graphtrain.weights.finite import ExportedValues, read_finite
 from graphtrain.weights.hf_record import record_hf_files, verify_hf_files
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.quantized_files import open_hugging_face
@@ -128,6 +129,9 @@ def write_decoder(
 
     Returns:
         Dtype and shape of each array, by name.
+
+    Raises:
+        WeightsError: a tensor has elements that are NaN or infinite.
     """
     arrays = {
         stored_name(path, one.layer): (dtype_of(one, files), array_shape(path, model))
@@ -137,7 +141,7 @@ def write_decoder(
     writer = SafetensorsWriter(directory / "weights", arrays)
     for num_done, one in enumerate(all_layer_weights):
         progress(num_done, len(all_layer_weights))
-        decoded = to_decoder(one, [files.read(name) for name in one.names], model)
+        decoded = to_decoder(one, [read_finite(files, name) for name in one.names], model)
         for path, array in zip(one.row.paths, decoded, strict=True):
             writer.write(stored_name(path, one.layer), array)
     writer.close()
@@ -201,6 +205,7 @@ def export_hugging_face(
             arrays[name] = dtype, shape
     with create_directory(destination) as directory:
         writer = SafetensorsWriter(directory, arrays, files.max_file_bytes)
+        values = ExportedValues()
         for num_done, layer_weights in enumerate(all_layer_weights):
             progress(num_done, len(all_layer_weights))
             padded_arrays = weights.read(layer_weights.row.paths, layer_weights.layer)
@@ -209,7 +214,7 @@ def export_hugging_face(
                 for path, array in zip(layer_weights.row.paths, padded_arrays, strict=True)
             ]
             for name, tensor in to_hugging_face(layer_weights, unpadded_arrays, model):
-                writer.write(name, tensor.astype(arrays[name][0], copy=False))
+                writer.write(name, values.cast(name, tensor, arrays[name][0]))
         writer.close()
         if weights.side.is_dir():
             verify_hf_files(weights.directory)
@@ -219,6 +224,7 @@ def export_hugging_face(
         if files.dtype is not None:
             _write_dtype(directory / "config.json", files.dtype)
         _write_files(directory, more_files)
+    values.report(source)
     progress(len(all_layer_weights), len(all_layer_weights))
     return summarize(family, model, arrays)
 

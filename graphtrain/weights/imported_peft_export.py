@@ -15,6 +15,7 @@ from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import LORA_A, LORA_B
 from graphtrain.weights.convert import ConversionSummary
 from graphtrain.weights.expert_factors import WRAPPED
+from graphtrain.weights.finite import warn_of_not_finite
 from graphtrain.weights.peft import (
     ADAPTER_CONFIG,
     PEFT_PREFIX,
@@ -58,6 +59,7 @@ def export_imported_peft(
     opened = TorchLanguageModel(model).opened()
     tensors, config = _tensors_and_config(program, opened, source / "checkpoints", step)
     with create_directory(destination) as directory:
+        warn_of_not_finite(tensors, destination)
         contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
         save_file(contiguous, directory / WEIGHTS, {"format": "pt"})
         (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")

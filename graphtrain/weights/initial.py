@@ -16,9 +16,10 @@ from graphtrain.errors import WeightsError
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.families.family import functional_settings
+from graphtrain.weights.finite import require_finite
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.padded_parts import padded_part, zeros_of
-from graphtrain.weights.sources import HF_FILES, WeightSource
+from graphtrain.weights.sources import HF_FILES, WeightSource, stored_name
 from graphtrain.weights.torch_modules import HuggingFaceWeights
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ def _part(
     """Return a part in float32; zeros outside the array, and for the padding layer -1."""
     if layer == -1:
         return zeros_of(index)
-    return padded_part(lambda inside: weights.part(path, layer, inside), shape, index)
+    values = padded_part(lambda inside: weights.part(path, layer, inside), shape, index)
+    return require_finite(values, stored_name(path, layer), weights.directory)
 
 
 def copy_hf_files_to_run(weights: WeightSource | HuggingFaceWeights, directory: Path) -> None:

@@ -44,6 +44,7 @@ from graphtrain.weights.families.family import (
     to_decoder,
     to_hugging_face,
 )
+from graphtrain.weights.finite import read_finite, warn_of_not_finite
 from graphtrain.weights.sources import RunCheckpoint, checkpoint_step
 from sharding_rules.documents import read_object
 
@@ -138,6 +139,7 @@ def write_peft_folder(
     with create_directory(destination) as directory:
         from safetensors.numpy import save_file
 
+        warn_of_not_finite(tensors, destination)
         contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
         save_file(contiguous, directory / WEIGHTS, {"format": "pt"})
         (directory / ADAPTER_CONFIG).write_text(json.dumps(_config(table), indent=2) + "\n")
@@ -450,7 +452,7 @@ def load_adapter_tensors(directory: Path) -> dict[str, np.ndarray]:
     """Return the tensors of a folder that PEFT saved, by name.
 
     Raises:
-        WeightsError: there is no file of them, or it is damaged.
+        WeightsError: there is no file of them, or it is damaged or has values that are not finite.
     """
     from graphtrain.weights.files import SafetensorsFiles
 
@@ -458,4 +460,4 @@ def load_adapter_tensors(directory: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise WeightsError(f"{path} does not exist; write it with PEFT's save_pretrained")
     folder = SafetensorsFiles([path])
-    return {name: folder.read(name) for name in folder.names}
+    return {name: read_finite(folder, name) for name in folder.names}

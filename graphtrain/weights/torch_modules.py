@@ -22,6 +22,7 @@ from graphtrain.errors import WeightsError
 from graphtrain.torch_frontend.block_ranges import blocks_of
 from graphtrain.weights.expert_files import Index, ModuleFiles
 from graphtrain.weights.files import numpy_dtype_of
+from graphtrain.weights.finite import ExportedValues, count_not_finite, require_finite
 from graphtrain.weights.padded_parts import is_stored_unpadded, padded_part, zeros_of
 from graphtrain.weights.quantized_files import open_hugging_face
 from graphtrain.weights.writer import MAX_FILE_BYTES, SafetensorsWriter
@@ -219,7 +220,17 @@ class HuggingFaceWeights:
         if name is None:  # a padding row of a stage
             return zeros_of(index)
         shape = self._folder.shape(name)
-        return padded_part(lambda inside: self._folder.part(name, inside), shape, index)
+        values = padded_part(lambda inside: self._folder.part(name, inside), shape, index)
+        if count_not_finite(values) and not self._is_mask(name, values):
+            require_finite(values, name, self.directory)
+        return values
+
+    def _is_mask(self, name: str, values: np.ndarray) -> bool:
+        """Return whether the module's own initial values are infinite, as those of a mask are."""
+        if self._model is None or np.isnan(values).any():
+            return False
+        operations = _module_of(self._model).initializers.get(name, ())
+        return any(operation.has_infinite_values for operation in operations)
 
     def _has_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor has this shape, but for rows that pad the vocabulary."""
@@ -406,6 +417,7 @@ def export(
     writer = SafetensorsWriter(destination, specs, max_file_bytes)
     for name, array in constants.items():
         writer.write(name, array)
+    values = ExportedValues()
     rows_by_path = _exported_rows(program, opened, directory, step)
     stored = opened.parameter_names_by_path()
     for num_written, (path, names) in enumerate(stored.items()):
@@ -414,8 +426,9 @@ def export(
         for name, padded_row in zip(names, rows, strict=True):
             row = padded_row[tuple(map(slice, parameters[name]))]
             for written, tensor in published.add(name, row) if published else [(name, row)]:
-                writer.write(written, tensor.astype(written_dtype, copy=False))
+                writer.write(written, values.cast(written, tensor, written_dtype))
     writer.close()
+    values.report(directory)
     num_parameters = sum(math.prod(shape) for shape in parameters.values())
     return _write_config(model, destination, dtype), num_parameters, len(specs)
 

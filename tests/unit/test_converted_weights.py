@@ -1,20 +1,17 @@
 """Damage to a converted folder is found before its weights are used."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from published_folders import write_published
 
 from graphtrain.config.schema import Data, MixtureOfExperts, Model, Run
 from graphtrain.errors import TrainingError, WeightsError
 from graphtrain.weights.convert import ExportedFiles, export_hugging_face, import_hugging_face
-from graphtrain.weights.families import family_of_model
-from graphtrain.weights.families.family import array_shape, to_hugging_face
 from graphtrain.weights.files import open_weight_files
 from graphtrain.weights.initial import open_initial_weights
 from graphtrain.weights.open import open_weights
-from graphtrain.weights.writer import SafetensorsWriter
 
 MODEL = Model(layers=2, embed=16, heads=2, mlp=24, vocab=32)
 
@@ -30,21 +27,8 @@ def converted(tmp_path):
 
 
 def convert(model, tmp_path):
-    random, family, tensors = np.random.default_rng(0), family_of_model(model), {}
-    for row in family.weights(model):
-        arrays = [
-            random.random(array_shape(path, model), np.float32).astype(np.float32)
-            for path in row.row.paths
-        ]
-        tensors |= dict(to_hugging_face(row, arrays, model))
-    source = tmp_path / "source"
-    writer = SafetensorsWriter(source, {n: (t.dtype, t.shape) for n, t in tensors.items()})
-    for name, tensor in tensors.items():
-        writer.write(name, tensor)
-    writer.close()
-    config = family.config_from_model(model) | {"torch_dtype": "float32"}
-    (source / "config.json").write_text(json.dumps(config))
-    import_hugging_face(source, tmp_path / "ours", quiet)
+    write_published(model, tmp_path / "source")
+    import_hugging_face(tmp_path / "source", tmp_path / "ours", quiet)
     return tmp_path / "ours"
 
 

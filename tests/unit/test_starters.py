@@ -1,13 +1,12 @@
 """New projects: a configuration of each kind loads, is short, and nothing is replaced."""
 
-import json
 import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from published_folders import write_published
 
 from graphtrain.api.starters import project as project_module
 from graphtrain.api.starters.project import create_project
@@ -19,8 +18,6 @@ from graphtrain.data.indexed.description import dataset_tokenizer
 from graphtrain.errors import ConfigError, DataError, TrainingError
 from graphtrain.run.serving.weights import check_step
 from graphtrain.weights.families import family_of_model
-from graphtrain.weights.families.family import array_shape, to_hugging_face
-from graphtrain.weights.writer import SafetensorsWriter
 
 TEXT = "".join(f"Line {i} of a play.\n\nROMEO: words, words.\n" for i in range(400))
 
@@ -34,21 +31,9 @@ def book(tmp_path, monkeypatch):
 
 
 def hugging_face_folder(path, **settings):
-    """Write a Llama of transformers with weights of zeros."""
+    """Write a Llama of transformers with random weights."""
     model = Model(layers=1, embed=16, heads=2, mlp=24, vocab=300)
-    family = family_of_model(replace(model, **settings))
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(family.config_from_model(model)))
-    tensors = {}
-    for weights in family.weights(model):
-        zeros = [np.zeros(array_shape(name, model), np.float32) for name in weights.row.paths]
-        tensors |= dict(to_hugging_face(weights, zeros, model))
-    writer = SafetensorsWriter(
-        path, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    )
-    for name, tensor in tensors.items():
-        writer.write(name, tensor)
-    writer.close()
+    write_published(replace(model, **settings), path)
     return path
 
 

@@ -25,6 +25,7 @@ from graphtrain.weights.convert import (
 from graphtrain.weights.digests import record_weights
 from graphtrain.weights.families.family import LayerWeights, array_shape, to_decoder
 from graphtrain.weights.files import WeightFiles
+from graphtrain.weights.finite import read_finite
 from graphtrain.weights.megatron.arguments import model_from_arguments
 from graphtrain.weights.megatron.classic import RankFoldersCheckpoint
 from graphtrain.weights.megatron.distributed import TorchDist
@@ -58,7 +59,7 @@ def from_megatron(
             all rows.
 
     Raises:
-        WeightsError: the model is unknown, or the weights do not match it.
+        WeightsError: the model is unknown, or the weights do not match it or are not finite.
     """
     folder, arguments = open_checkpoint(_iteration(source))
     padded, unpadded = _models(folder, arguments, model, vocab)
@@ -95,7 +96,8 @@ def _write(
     unpadded: Model,
 ) -> None:
     """Convert and write one group of arrays without retaining them in memory."""
-    arrays = to_decoder(layer_weights, [folder.read(name) for name in layer_weights.names], padded)
+    tensors = [read_finite(folder, name) for name in layer_weights.names]
+    arrays = to_decoder(layer_weights, tensors, padded)
     for path, array in zip(layer_weights.row.paths, arrays, strict=True):
         unpadded_index = tuple(slice(size) for size in array_shape(path, unpadded))
         writer.write(stored_name(path, layer_weights.layer), array[unpadded_index])

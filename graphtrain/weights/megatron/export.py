@@ -27,6 +27,7 @@ from graphtrain.weights.convert import (
 )
 from graphtrain.weights.families.family import LayerWeights, array_shape, to_hugging_face
 from graphtrain.weights.files import numpy_dtype_of
+from graphtrain.weights.finite import ExportedValues
 from graphtrain.weights.megatron.layout import RankLayout
 from graphtrain.weights.megatron.rank_writer import Naming, write_rank_folders
 from graphtrain.weights.megatron.rows import megatron_family
@@ -64,6 +65,7 @@ class MegatronTensors:
         self, weights: WeightSource, model: Model, padded_vocab: int, dtype: np.dtype | None
     ) -> None:
         self._weights, self._dtype = weights, dtype
+        self.values = ExportedValues()
         self.model, self.padded = model, replace(model, vocab=padded_vocab)
         self.family = megatron_family(model)
         self.groups = list(self.family.weights(model))
@@ -87,7 +89,7 @@ class MegatronTensors:
             for path, array in zip(group.row.paths, stored, strict=True)
         ]
         for name, tensor in to_hugging_face(group, arrays, self.padded):
-            yield name, tensor.astype(self.dtype(group), copy=False)
+            yield name, self.values.cast(name, tensor, self.dtype(group))
 
     def _padded(self, path: str, array: np.ndarray) -> np.ndarray:
         shape = array_shape(path, self.padded)
@@ -141,6 +143,7 @@ def to_megatron(
         _write(directory / _RELEASE, tensors, common, form, progress)
         (directory / "latest_checkpointed_iteration.txt").write_text(_RELEASE)
         (directory / "arguments.json").write_text(json.dumps(arguments, indent=2) + "\n")
+    tensors.values.report(source)
     progress(len(tensors.groups), len(tensors.groups))
     arrays = {
         name: (tensors.dtype(group), tensors.shape(group))

@@ -22,6 +22,7 @@ from graphtrain.weights.convert import (
 )
 from graphtrain.weights.families.family import LayerWeights, to_hugging_face
 from graphtrain.weights.files import numpy_dtype_of
+from graphtrain.weights.finite import ExportedValues
 from graphtrain.weights.megatron.layout import ModelChunk, RankLayout
 from graphtrain.weights.mindspore.ckpt_file import CkptWriter
 from graphtrain.weights.mindspore.rows import check_llama, mindformers_llama, shard_axis
@@ -71,7 +72,7 @@ def to_mindspore(
     _check_head(model, layout)
     layout.check(model)
     family, chosen = mindformers_llama(), dtype and numpy_dtype_of("--dtype", dtype)
-    groups, arrays = list(family.weights(model)), {}
+    groups, arrays, values = list(family.weights(model)), {}, ExportedValues()
     with create_directory(destination) as directory:
         ranks = _RankFiles(directory, layout, model)
         for done, group in enumerate(groups):
@@ -84,9 +85,10 @@ def to_mindspore(
             ]
             for name, tensor in to_hugging_face(group, unpadded, model):
                 arrays[name] = kind, tensor.shape
-                ranks.write(group, name, tensor.astype(kind, copy=False))
+                ranks.write(group, name, values.cast(name, tensor, kind))
         ranks.close()
         (directory / "model.toml").write_text(render_model(model))
+    values.report(source)
     progress(len(groups), len(groups))
     return summarize(family, model, arrays)
 

@@ -451,3 +451,18 @@ class Drawing(torch.nn.Module):
                 return hidden + drawn.mean(-1).reshape(*tokens.shape, 1)
             case _:
                 return torch.nn.functional.gumbel_softmax(hidden, tau=0.5)
+
+
+class MaskedLogits(torch.nn.Module):
+    """A mask of logits among the parameters, infinite by its own code."""
+
+    def __init__(self, vocab: int = 16) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(vocab, EMBED)
+        self.head = torch.nn.Linear(EMBED, vocab)
+        self.mask = torch.nn.Parameter(torch.zeros(vocab))
+        with torch.no_grad():
+            self.mask[3] = -torch.inf
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens)) + self.mask.detach()

@@ -221,3 +221,13 @@ def test_arguments_of_all_ages_say_the_same_model():
         ARGUMENTS | {"use_rope_scaling": True, "rope_scaling_factor": 32.0}, 48
     )
     assert scaled.rope_scaling is not None and scaled.rope_scaling.factor == 32.0
+
+
+def test_values_that_are_not_finite_are_refused_by_name(tmp_path):
+    source = write(tmp_path / "source")
+    path = source / "iter_0000010/mp_rank_00/model_optim_rng.pt"
+    loaded = torch.load(path, weights_only=False)
+    loaded["model"]["decoder.layers.1.mlp.linear_fc2.weight"][2, 3] = torch.nan
+    torch.save(loaded, path)
+    expected = "1 of 384 values of decoder.layers.1.mlp.linear_fc2.weight are NaN or infinite"
+    assert expected in refused(source)

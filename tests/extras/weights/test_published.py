@@ -149,3 +149,31 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_pat
     save_file(tensors | {"lm_head.weight": head + 1}, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=r"lm_head\.weight that differs from model\.embed_tok"):
         read(model, tmp_path, opened)
+
+
+@pytest.mark.parametrize("saved", ["deepseek_v3"], indirect=True)
+@pytest.mark.parametrize("name", ["gate.e_score_correction_bias", "experts.2.up_proj.weight"])
+def test_values_that_are_not_finite_are_refused_by_name(saved, name, tmp_path):
+    folder, model, _ = saved
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"model.layers.2.mlp.{name}"].ravel()[1] = np.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    own = name.replace("2.up_proj.weight", "gate_up_proj")
+    told = rf"1 of [\d,]+ values of model\.layers\.2\.mlp\.{own} are NaN or infinite"
+    with pytest.raises(WeightsError, match=told):
+        read(model, tmp_path, open_model(model))
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.nan])
+def test_a_mask_that_the_module_itself_makes_infinite_is_read(value, tmp_path):
+    modules = Path(__file__).parents[1] / "torch_models/modules.py"
+    model = TorchModel(torch=f"{modules}:MaskedLogits", vocab=16, dtype="float32", remat="none")
+    opened = open_model(model)
+    tensors = values(factory(model)())
+    tensors["mask"][3] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    if np.isnan(value):
+        with pytest.raises(WeightsError, match="1 of 16 values of mask are NaN or infinite"):
+            read(model, tmp_path, opened)
+    else:
+        assert read(model, tmp_path, opened)["mask"][3] == value
