@@ -11,6 +11,7 @@ from sharding_rules.documents import read_toml
 from sharding_rules.paths import check_local_path
 
 _FILE = Path(__file__).with_name("presets.toml")
+_MERGED_TABLES = ("moe", "latent_attention")  # whose entries do not depend on each other's kind
 
 
 def preset_settings(preset: str) -> dict[str, Any]:
@@ -63,6 +64,8 @@ def program_model_table(document: dict[str, Any]) -> dict[str, Any]:
 def apply_preset(document: dict[str, Any]) -> None:
     """Replace `preset` in a document by its settings, which the document's own override.
 
+    Tables of mixtures and of latent attention are overridden entry by entry, others as a whole.
+
     Raises:
         ConfigError: the preset does not exist.
     """
@@ -74,4 +77,8 @@ def apply_preset(document: dict[str, Any]) -> None:
         and isinstance(model.get("preset"), str)
     ):
         overrides = {name: value for name, value in model.items() if name != "preset"}
-        program["model"] = preset_settings(model["preset"]) | overrides
+        settings = preset_settings(model["preset"])
+        for name in _MERGED_TABLES:
+            if isinstance(settings.get(name), dict) and isinstance(overrides.get(name), dict):
+                overrides[name] = settings[name] | overrides[name]
+        program["model"] = settings | overrides

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from graphtrain.models.shapes import STACKS
 from lowering.trees import unflatten
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class NativeModel:
         return unflatten(frozen) if frozen else None
 
     def lora_inputs(self, spec: ArraySpec) -> int:
-        of_one = ("layers", "experts", "rank")
+        of_one = (*STACKS, "experts", "rank")
         sizes = zip(spec.axes, spec.shape, strict=True)
         return math.prod(size for axis, size in sizes if axis not in of_one)
 

@@ -22,6 +22,7 @@ from graphtrain.weights.peft import (
     WEIGHTS,
     common_config,
     name_within_layer,
+    split_targets,
 )
 from graphtrain.weights.torch_modules import block_rows, unpadded_module
 
@@ -141,10 +142,13 @@ def _config(
                 "train with them in program.adapter.modules_to_save"
             )
     all_modules = [name for name, _ in opened.meta.module.named_modules()]
+    has_experts = any(".experts." in name for name, _ in opened.meta.module.named_parameters())
+    targets, parameters = split_targets(_shortest(linear, all_modules), has_experts=has_experts)
+    parameters += sorted({name_within_layer(name) for name in experts})
     return {
-        **common_config(adapter),
-        "target_modules": _shortest(linear, all_modules),
-        "target_parameters": sorted({name_within_layer(name) for name in experts}) or None,
+        **common_config(adapter, has_parameters=bool(parameters)),
+        "target_modules": targets,
+        "target_parameters": parameters or None,
         "modules_to_save": _shortest(sorted(modules), all_modules) or None,
         "fan_in_fan_out": "io" in orders.values(),
     }

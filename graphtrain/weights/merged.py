@@ -104,21 +104,31 @@ class AdaptedWeights:
         return [self._merge(path, layer, weights) for path, weights in named_weights]
 
     def part(self, path: str, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
-        if layer is None or (path, layer) not in self._factors:
-            return self._base.part(path, layer, index)
-        return self.read([path], layer)[0][index]
+        if path.startswith("dense_layers/") or (path, layer) in self._factors:
+            return self.read([path], layer)[0][index]
+        return self._base.part(path, layer, index)
 
     def _merge(self, path: str, layer: int | None, weights: np.ndarray) -> np.ndarray:
-        if layer is None or (path, layer) not in self._factors:
+        if path.startswith("dense_layers/"):
+            return np.stack([self._merge_layer(path, *row) for row in enumerate(weights)])
+        return weights if layer is None else self._merge_layer(path, layer, weights)
+
+    def _merge_layer(self, path: str, layer: int, weights: np.ndarray) -> np.ndarray:
+        if (path, layer) not in self._factors:
             return weights
-        product = _lora_product(path, *self._factors[path, layer], self.model)
-        return weights.astype(np.float32) + product
+        return weights.astype(np.float32) + _product(*self._factors[path, layer])
 
 
 def _lora_product(path: str, first: np.ndarray, second: np.ndarray, model: Model) -> np.ndarray:
-    """Return the product of a weight's factors in one layer, for each expert of its own."""
+    """Return the product of a weight's factors in a layer, of each expert or dense layer."""
     if is_of_experts(model, path):
         return np.matmul(first, second)
+    if path.startswith("dense_layers/"):  # all together
+        return np.stack([_product(*pair) for pair in zip(first, second, strict=True)])
+    return _product(first, second)
+
+
+def _product(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.tensordot(first, second, 1)
 
 

@@ -13,13 +13,22 @@ from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import (
     LORA_A,
     LORA_B,
+    can_serve,
     fully_trained_paths,
     is_of_experts,
     lora_paths,
     served_adapter_arrays,
 )
+from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.base import different_base_file
-from graphtrain.weights.factors import family_of_folder, from_peft, module_of, peft_shapes
+from graphtrain.weights.factors import (
+    family_of_folder,
+    from_peft,
+    module_of,
+    peft_shapes,
+    read_in_layer,
+    weights_of_layers,
+)
 from graphtrain.weights.families.family import functional_settings
 from graphtrain.weights.peft import (
     ADAPTER_CONFIG,
@@ -115,6 +124,11 @@ def check_adapters(adapters: Sequence[NamedAdapter], program: Program, remedy: s
     served = {path.rpartition("/")[0] for path in served_adapter_arrays(program)}
     for adapter in adapters:
         others = sorted({path for path, _ in adapter.factors} - served)
+        if never := [path for path in others if not can_serve(program.model, path)]:
+            raise WeightsError(
+                f"adapter {adapter.name!r} adapts {', '.join(never)}, for which a server has no "
+                f"factors by name; {_MERGE}"
+            )
         if others:
             raise WeightsError(
                 f"adapter {adapter.name!r} adapts {', '.join(others)}, which "
@@ -152,7 +166,7 @@ def _peft_factors(directory: Path, base: ServedBase) -> Factors:
     config, tensors = read_adapter_config(directory), load_adapter_tensors(directory)
     family, model = family_of_folder(base.side, base.model)
     factors: Factors = {}
-    for weights in family.weights(model):
+    for weights in weights_of_layers(family, model):
         module, layer = module_of(weights), weights.layer
         names = [f"{PEFT_PREFIX}{module}.lora_{letter}.weight" for letter in "AB"]
         if layer is None or not tensors.keys() >= set(names):
@@ -230,9 +244,11 @@ def _read_run(name: str, directory: Path, base: ServedBase) -> NamedAdapter:
             "config.toml)"
         )
     factors: Factors = {}
+    arrays = parameter_arrays(run.model)
     for path in lora_paths(run.model, adapter):
-        for layer in range(run.model.layers):
-            first, second = run.read([f"{path}/{LORA_A}", f"{path}/{LORA_B}"], layer)
+        names = [f"{path}/{LORA_A}", f"{path}/{LORA_B}"]
+        for layer in range(arrays[path].shape[0]):
+            first, second = read_in_layer(run.read, names, layer)
             factors[path, layer] = first, second * np.float32(adapter.scale)
     return NamedAdapter(name, factors, adapter.base_dtype)
 

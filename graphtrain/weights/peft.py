@@ -31,12 +31,14 @@ from graphtrain.weights.expert_factors import (
 from graphtrain.weights.factors import (
     EMBEDDING,
     AdapterTable,
-    embed_is_input,
     from_peft,
+    input_axes,
     module_of,
     peft_shapes,
     rank_axis,
+    read_in_layer,
     to_peft,
+    weights_of_layers,
 )
 from graphtrain.weights.families.family import (
     LayerWeights,
@@ -50,6 +52,8 @@ from sharding_rules.documents import read_object
 
 ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
+# Modules that PEFT 0.21 takes for those of single experts, in most models with experts.
+_NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _MAX_PATTERN, _REPEAT = 200, re.compile(r"[*+{]")  # of regular expressions of module names
 
 
@@ -60,6 +64,7 @@ class _AdapterConfig(TypedDict, total=False):
     lora_alpha: float | None
     alpha_pattern: dict[str, float] | None
     use_rslora: bool | None
+    target_parameters: list[str] | None
 
 
 Read = Callable[[Sequence[str], int | None], list[np.ndarray]]
@@ -120,9 +125,8 @@ def write_peft_folder(
     tensors: dict[str, np.ndarray] = {}
     for layer_weights in table.adapted_weights():
         paths = [path for path in layer_weights.row.paths if path in table.targets]
-        factors = read(
-            [f"{path}/{name}" for path in paths for name in (LORA_A, LORA_B)], layer_weights.layer
-        )
+        names = [f"{path}/{name}" for path in paths for name in (LORA_A, LORA_B)]
+        factors = read_in_layer(read, names, layer_weights.layer)
         pairs = dict(zip(paths, zip(factors[::2], factors[1::2], strict=True), strict=True))
         tensors |= _named_factors(layer_weights, *to_peft(layer_weights, pairs, table.model))
     tensors |= {PEFT_PREFIX + name: one for name, one in expert_tensors(table, read).items()}
@@ -320,14 +324,10 @@ def _named_factors(
 
 
 def _config(table: AdapterTable) -> dict[str, Any]:
-    adapter, counts, fan_in_fan_out = table.adapter, {}, False
-    targets: dict[str, None] = {}
+    adapter, counts, fan_in_fan_out = table.adapter, _counts_by_module(table), False
     for layer_weights in table.adapted_weights():
-        name = name_within_layer(module_of(layer_weights))
-        targets[name] = None
-        counts[name] = len(table.targets & set(layer_weights.row.paths))
-        input_is_embed = embed_is_input(layer_weights.row.paths[0], table.model)
-        fan_in_fan_out |= rank_axis(layer_weights, table.model) == (0 if input_is_embed else 1)
+        _, is_input = input_axes(layer_weights.row.paths[0], table.model)
+        fan_in_fan_out |= rank_axis(layer_weights, table.model) == (0 if is_input else 1)
     packed_counts = {name: count for name, count in counts.items() if count > 1}
     names = [
         name for layer_weights in table.fully_trained_weights() for name in layer_weights.names
@@ -335,10 +335,12 @@ def _config(table: AdapterTable) -> dict[str, Any]:
     names += [table.tie_word_embeddings] if table.tie_word_embeddings else []
     saved = {name_within_layer(name.rpartition(".")[0]) for name in names}
     of_experts = config_of_experts(table)
+    modules, parameters = split_targets(list(counts), has_experts=table.model.moe is not None)
+    parameters += of_experts.get("target_parameters", [])
     return {
-        **common_config(adapter),
-        "target_modules": list(targets),
-        "target_parameters": of_experts.get("target_parameters"),
+        **common_config(adapter, has_parameters=bool(parameters)),
+        "target_modules": modules,
+        "target_parameters": parameters or None,
         "rank_pattern": {name: adapter.rank * count for name, count in packed_counts.items()}
         | of_experts.get("rank_pattern", {}),
         "alpha_pattern": {
@@ -351,8 +353,44 @@ def _config(table: AdapterTable) -> dict[str, Any]:
     }
 
 
-def common_config(adapter: Adapter) -> dict[str, Any]:
-    """Return what PEFT's configuration says of an adapter, whatever the model."""
+def _counts_by_module(table: AdapterTable) -> dict[str, int]:
+    """Return the number of adapted weights in each module, by its name within a layer.
+
+    Modules of the same name of which not all layers adapt as many, as of the dense layers before a
+    mixture, have their full names.
+    """
+    by_module = {
+        module_of(weights): len(table.targets & set(weights.row.paths))
+        for weights in weights_of_layers(table.family, table.model)
+    }
+    by_name: dict[str, set[int]] = {}
+    for module, count in by_module.items():
+        by_name.setdefault(name_within_layer(module), set()).add(count)
+    return {
+        name_within_layer(module) if len(by_name[name_within_layer(module)]) == 1 else module: count
+        for module, count in by_module.items()
+        if count
+    }
+
+
+def split_targets(modules: Sequence[str], *, has_experts: bool) -> tuple[list[str], list[str]]:
+    """Return names of linear layers as target_modules and as target_parameters of PEFT.
+
+    In a model with experts, PEFT takes the name of a dense layer or of a shared expert for that of
+    an expert, and adapts the experts in its place. It adapts what is named as a parameter.
+    """
+    as_parameters = [
+        name for name in modules if has_experts and name.rpartition(".")[2] in _NAMES_OF_EXPERTS
+    ]
+    others = [name for name in modules if name not in as_parameters]
+    return others, [f"{name}.weight" for name in as_parameters]
+
+
+def common_config(adapter: Adapter, *, has_parameters: bool) -> dict[str, Any]:
+    """Return what PEFT's configuration says of an adapter, whatever the model.
+
+    PEFT has no dropout of target_parameters, and loads no configuration with both.
+    """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -360,7 +398,7 @@ def common_config(adapter: Adapter) -> dict[str, Any]:
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
         "use_rslora": adapter.use_rslora,
-        "lora_dropout": adapter.dropout,
+        "lora_dropout": 0.0 if has_parameters else adapter.dropout,
         "bias": "none",
         "inference_mode": True,
     }
@@ -395,7 +433,8 @@ def read_adapter_config(directory: Path, *, allow_parameters: bool = False) -> d
         "use_dora": config.get("use_dora"),
         "bias": config.get("bias", "none") != "none",
         "lora_bias": config.get("lora_bias"),
-        "target_parameters": not allow_parameters and config.get("target_parameters"),
+        "target_parameters": not allow_parameters
+        and any(not name.endswith(".weight") for name in config.get("target_parameters") or []),
         "trainable_token_indices": config.get("trainable_token_indices"),
         "alora_invocation_tokens": config.get("alora_invocation_tokens"),  # only after these tokens
         "arrow_config": config.get("arrow_config"),  # chooses among adapters by token

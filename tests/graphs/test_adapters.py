@@ -11,6 +11,7 @@ from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import (
     Adapter,
     Batch,
+    LatentAttention,
     Mesh,
     MixtureOfExperts,
     PipelineSettings,
@@ -25,6 +26,24 @@ from sharding_rules.errors import ShardingError
 FOUR = {"target": "cpu:4", "mesh": Mesh(fsdp=2, tensor=2)}
 EXPERTS = dataclasses.replace(
     LLAMA, moe=MixtureOfExperts(experts=4, shared_expert_mlp=48, expert_bias=True)
+)
+
+
+LATENT = dataclasses.replace(  # a dense layer before those of a mixture
+    LLAMA,
+    kv_heads=4,
+    head_dim=10,
+    latent_attention=LatentAttention(
+        kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=4, v_head_dim=6
+    ),
+    moe=MixtureOfExperts(
+        experts=4,
+        experts_per_token=3,
+        dense_layers=1,
+        dense_mlp=48,
+        shared_expert_mlp=16,
+        bias_update_rate=0.0,
+    ),
 )
 
 
@@ -120,11 +139,16 @@ def test_steps_are_those_of_one_device_with_a_base_in_four_bits():
 
 
 @pytest.mark.parametrize(
-    ("base", "settings"),
+    ("base", "targets", "settings"),
     [
-        ("int8", {"model": EXPERTS, "target": "cpu:4", "mesh": Mesh(expert=2, tensor=2)}),
+        (
+            "int8",
+            ("*", "mlp/down"),
+            {"model": EXPERTS, "target": "cpu:4", "mesh": Mesh(expert=2, tensor=2)},
+        ),
         (
             "bfloat16",
+            ("*",),
             {
                 "target": "cpu:4",
                 "mesh": Mesh(data=2, tensor=2),
@@ -133,10 +157,12 @@ def test_steps_are_those_of_one_device_with_a_base_in_four_bits():
                 ),
             },
         ),
+        ("nf4", ("*",), {"model": LATENT, **FOUR}),
     ],
 )
-def test_gradients_are_those_of_one_device(base, settings):
-    adapter = Adapter(rank=4, alpha=8.0, base_dtype=base, target_modules=("*", "mlp/down"))
+def test_gradients_are_those_of_one_device(base, targets, settings):
+    dropout = 0.2 if base == "nf4" else 0.0
+    adapter = Adapter(rank=4, alpha=8.0, base_dtype=base, target_modules=targets, dropout=dropout)
     of = program(adapter=adapter, **settings)
     same(gradients_of(of), gradients_of(alone(of)), 1e-5)
 
@@ -144,27 +170,41 @@ def test_gradients_are_those_of_one_device(base, settings):
 DEEP = dataclasses.replace(LLAMA, layers=4)
 STAGES = {
     "circular": (
+        DEEP,
         PipelineSettings(virtual_stages=2),
         Mesh(data=2, stage=2),
         ("head", "final_norm/*"),
     ),
     "1f1b": (
+        DEEP,
         PipelineSettings(schedule="1f1b", layers_per_stage=(3, 1)),
         Mesh(stage=2, tensor=2),
         ("embedding/tokens",),
+    ),
+    "latents": (
+        LATENT,
+        PipelineSettings(schedule="1f1b"),
+        Mesh(stage=2, fsdp=2),
+        ("dense_layers/mlp_norm/*",),
     ),
 }
 
 
 @pytest.mark.parametrize("case", STAGES)
 def test_stages_have_the_gradients_of_one_device(case):
-    pipeline, mesh, trained = STAGES[case]
+    model, pipeline, mesh, trained = STAGES[case]
     of = program(
         target="cpu:4",
         mesh=mesh,
-        model=DEEP,
+        model=model,
         batch=Batch(global_batch_size=16, seq_len=16, microbatches=4),
-        adapter=Adapter(rank=4, alpha=8.0, dropout=0.2, base_dtype="nf4", modules_to_save=trained),
+        adapter=Adapter(
+            rank=4,
+            alpha=8.0,
+            dropout=0.2 if model is DEEP else 0.0,
+            base_dtype="nf4",
+            modules_to_save=trained,
+        ),
         pipeline=pipeline,
     )
     want = gradients_of(alone(of))

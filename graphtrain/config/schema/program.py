@@ -14,6 +14,7 @@ from graphtrain.config.schema.flax_model import FlaxModel
 from graphtrain.config.schema.loss import Loss
 from graphtrain.config.schema.mesh import Mesh, PipelineSettings
 from graphtrain.config.schema.model import Model
+from graphtrain.config.schema.native_checks import check_ahead, check_frozen_biases
 from graphtrain.config.schema.optimizer import Optimizer
 from graphtrain.config.schema.phase import Phase, PhaseError, describe_phase
 from graphtrain.config.schema.precision import Precision
@@ -151,16 +152,9 @@ class Program:
                 'gradient_reduction = "per_microbatch"'
             )
         if self.model.mtp_loss_weight is not None:
-            _check_ahead(self)
-        unadapted = {
-            "model.moe.dense_layers": self.model.dense_layers > 0,
-            "model.latent_attention": self.model.latent_attention is not None,
-        }
-        if self.adapter is not None and (names := [n for n, is_set in unadapted.items() if is_set]):
-            raise ValueError(
-                f"adapter does not support {' and '.join(names)}, whose matrices would have no "
-                "LoRA factors; train all weights, or open the model with model.hf"
-            )
+            check_ahead(self)
+        if self.adapter is not None:
+            check_frozen_biases(self.model, self.adapter)
         balanced = self.model.moe is not None and bool(self.model.moe.bias_update_rate)
         if balanced and self.optimizer.kind == "schedule_free":
             raise ValueError(
@@ -223,24 +217,6 @@ def _check_quantized_products(program: Program) -> None:
             'precision.exclude does not name "experts", and experts without '
             "model.moe.capacity_factor have no product in fp8 or int8; add it, or set "
             "capacity_factor"
-        )
-
-
-def _check_ahead(program: Program) -> None:
-    """Refuse settings with which a model does not predict the token after the next."""
-    refused = {
-        "mesh.stage": program.mesh.stage != 1,
-        "mesh.context": program.mesh.context != 1,
-        "adapter": program.adapter is not None,
-        'loss.kind = "dpo"': program.loss.kind == "dpo",
-        'precision.compute = "float16"': program.model.dtype == "float16",
-        # It adds the sums of earlier microbatches at each use of an array, and the module uses the
-        # embedding and the LM head once more.
-        'batch.gradient_reduction = "per_step"': program.batch.gradient_reduction == "per_step",
-    }
-    if names := [name for name, is_set in refused.items() if is_set]:
-        raise ValueError(
-            f"model.mtp_loss_weight cannot be used with {' and '.join(names)}; remove it"
         )
 
 

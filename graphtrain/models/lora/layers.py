@@ -18,14 +18,23 @@ from graphtrain.models.lora.quantize import NF4, QuantizationKind
 from graphtrain.models.lora.trainable import CODES, LORA_A, LORA_B, SCALES, lora_paths
 from graphtrain.models.matmul import dot, dot_many
 from graphtrain.models.quantized_matmul import quantized_dot
-from graphtrain.models.shapes import parameter_arrays
+from graphtrain.models.shapes import STACKS, parameter_arrays
 from lowering.tracing import source_lines
 from lowering.tracing.constrain import constrain, draw_shard, shards_of
 from lowering.trees import Tree, flatten, unflatten
 
 source_lines.report_callers(__file__)
 
-_AXES = {"b": "batch", "s": "seq", "e": "embed", "h": "heads", "d": "head_dim", "m": "mlp"}
+# Array axes of the letters of equations; l is a latent, of keys or of queries.
+_AXES = {
+    "b": "batch",
+    "s": "seq",
+    "e": "embed",
+    "h": "heads",
+    "d": "head_dim",
+    "m": "mlp",
+    "l": "kv_lora",
+}
 
 
 @partial(
@@ -120,13 +129,13 @@ def apply_lora(
         return trained
     base = _reference_weights(program, frozen)
     weights: dict[str, Weight] = {**base}
-    trained_weights = flatten(trained) if trained else {}
+    trained_weights, arrays = flatten(trained) if trained else {}, parameter_arrays(program.model)
     for index, path in enumerate(lora_paths(program.model, adapter)):
         if path not in base:
             continue  # of another stage
         keys = None
         if key is not None and adapter.dropout:
-            keys = jax.random.split(jax.random.fold_in(key, index), program.model.layers)
+            keys = jax.random.split(jax.random.fold_in(key, index), arrays[path].shape[0])
             keys = keys if layers is None else keys[layers]
         a, b = trained_weights.pop(f"{path}/{LORA_A}"), trained_weights.pop(f"{path}/{LORA_B}")
         weights[path] = LoraWeight(base[path], a, b, keys, adapter.scale, adapter.dropout)
@@ -152,7 +161,7 @@ def _reference_weights(program: Program, frozen: Tree) -> dict[str, jax.Array | 
         # `dot` computes in bfloat16 if either operand is, and model.dtype must decide instead.
         if weight.dtype == jnp.bfloat16 != dtype:
             axes = arrays[path].axes
-            is_stacked = axes[0] == "layers"
+            is_stacked = axes[0] in STACKS
             weights[path] = (
                 QuantizedWeight(weight, None, None, dtype, axes[1:])
                 if is_stacked

@@ -15,8 +15,8 @@ from dataclasses import replace
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Adapter, Model, Program
 from graphtrain.models.lora.quantize import QuantizationKind, block_size
-from graphtrain.models.matrices import STACK_AXES
-from graphtrain.models.shapes import parameter_arrays
+from graphtrain.models.matrices import matrix_axes
+from graphtrain.models.shapes import STACKS, parameter_arrays
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
 from sharding_rules.rules import matches
@@ -25,6 +25,7 @@ LORA_A, LORA_B = "lora_a", "lora_b"
 CODES, SCALES = "codes", "scales"
 ALL = "*"  # of target_modules
 ADAPTERS = "adapters"  # factors beside the base, in the tree of served weights
+_INPUTS = ("embed", "q_lora", "kv_lora")  # a matrix that begins with one of them multiplies it
 
 Arrays = dict[str, ArraySpec]
 
@@ -103,23 +104,29 @@ def served_adapter_arrays(program: Program) -> Arrays:
         return {}
     specs, patterns = parameter_arrays(program.model), serve.adapter_target_modules
     setting = "serve.adapter_target_modules"
-    for path in _adaptable_paths(program.model, patterns, setting, experts=False):
+    for path in _adaptable_paths(program.model, patterns, setting, served=True):
         first, second = _lora_factors(specs[path], serve.total_adapter_rank)
         arrays |= {f"{path}/{LORA_A}": first, f"{path}/{LORA_B}": second}
     return arrays
 
 
 def _adaptable_paths(
-    model: Model, patterns: Iterable[str], setting: str, *, experts: bool = True
+    model: Model, patterns: Iterable[str], setting: str, *, served: bool = False
 ) -> list[str]:
     """Return the paths of the weights that match a pattern and can have LoRA factors.
 
     The pattern "*" alone matches all but experts, as "all-linear" of PEFT.
+
+    Args:
+        model: Settings of the model.
+        patterns: Names or globs.
+        setting: Name of the setting that has the patterns.
+        served: Return only weights that a server adapts by name; see can_serve.
     """
     eligible = [
         path
         for path, spec in parameter_arrays(model).items()
-        if _can_adapt(path, spec) and (experts or not _is_of_experts(spec))
+        if _can_adapt(path, spec) and (not served or can_serve(model, path))
     ]
     chosen = matching_paths([one for one in patterns if one != ALL], eligible, setting)
     if ALL in patterns:
@@ -130,6 +137,16 @@ def _adaptable_paths(
 def is_of_experts(model: Model, path: str) -> bool:
     """Return whether a weight is a matrix of each expert of a mixture."""
     return _is_of_experts(parameter_arrays(model)[path])
+
+
+def can_serve(model: Model, path: str) -> bool:
+    """Return whether a server can have factors of a weight beside those of other adapters.
+
+    It has none of experts, of dense layers before a mixture, and of what multiplies a latent, which
+    decoding computes in another order.
+    """
+    spec = parameter_arrays(model)[path]
+    return path.startswith("layers/") and "embed" in spec.axes and not _is_of_experts(spec)
 
 
 def fully_trained_paths(model: Model, adapter: Adapter) -> list[str]:
@@ -148,7 +165,7 @@ def is_quantized(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
     is_quantized_dtype = adapter.base_dtype in ("int8", "nf4")
     return (
         is_quantized_dtype
-        and path.startswith("layers/")
+        and _is_in_layers(path)
         and _is_matrix(spec)
         and "router" not in spec.axes
     )
@@ -166,13 +183,17 @@ def is_bfloat16(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
 
 def _is_matrix(spec: ArraySpec) -> bool:
     """Return whether an array is a matrix, or a stack of them; biases of experts are vectors."""
-    axes = [axis for axis in spec.axes if axis not in STACK_AXES]
-    return "embed" in axes and len(axes) > 1
+    return matrix_axes(spec) is not None
 
 
 def _can_adapt(path: str, spec: ArraySpec) -> bool:
     """Return whether a weight can have LoRA factors: a matrix of the layers, not the router."""
-    return path.startswith("layers/") and _is_matrix(spec) and "router" not in spec.axes
+    return _is_in_layers(path) and _is_matrix(spec) and "router" not in spec.axes
+
+
+def _is_in_layers(path: str) -> bool:
+    """Return whether an array is one of the layers, also of dense ones before a mixture."""
+    return path.startswith(tuple(f"{stack}/" for stack in STACKS))
 
 
 def _is_of_experts(spec: ArraySpec) -> bool:
@@ -200,10 +221,11 @@ def matching_paths(patterns: Iterable[str], paths: Iterable[str], setting: str) 
 def _lora_factors(spec: ArraySpec, rank: int) -> tuple[ArraySpec, ArraySpec]:
     """Return the specs of a weight's two LoRA factors; each expert has both.
 
-    embed is the first axis of an input projection and the last axis of an output projection.
+    An input projection begins with the axis that it multiplies, embed or a latent; an output
+    projection ends with embed, and multiplies all axes before it.
     """
     lead = 2 if _is_of_experts(spec) else 1
-    inputs = lead + 1 if spec.axes[lead] == "embed" else len(spec.axes) - 1
+    inputs = lead + 1 if spec.axes[lead] in _INPUTS else len(spec.axes) - 1
     first = ArraySpec((*spec.shape[:inputs], rank), (*spec.axes[:inputs], "rank"))
     second = ArraySpec(
         (*spec.shape[:lead], rank, *spec.shape[inputs:]),

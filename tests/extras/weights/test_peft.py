@@ -26,7 +26,7 @@ from graphtrain.models.lora.trainable import (
 )
 from graphtrain.models.loss import cross_entropy
 from graphtrain.weights.convert import import_hugging_face, read_config
-from graphtrain.weights.factors import AdapterTable, from_peft
+from graphtrain.weights.factors import AdapterTable, from_peft, weights_of_layers
 from graphtrain.weights.families import family_of_config
 from graphtrain.weights.frozen import load_frozen_parameters
 from graphtrain.weights.peft import PeftAdapter, write_peft_folder
@@ -52,6 +52,21 @@ CASES = {
         | {"hidden_dropout": 0.0, "attention_dropout": 0.0},
         ["query_key_value", "dense"],
     ),
+    "deepseek": (  # a dense layer before a mixture, and latents
+        "DeepseekV3",
+        LLAMA
+        | {"num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 28, "v_head_dim": 12}
+        | {"qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "n_routed_experts": 4, "n_group": 2}
+        | {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"first_k_dense_replace": 1, "num_mtp_layers": 0},
+        ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"],
+    ),
+}
+# As modules, PEFT 0.21 would take them for the experts.
+PARAMETERS = {
+    "deepseek": [
+        f"mlp.{name}.weight" for name in ("down_proj", "up_proj", "shared_experts.up_proj")
+    ]
 }
 MIXTURE = (
     "Mixtral",
@@ -62,6 +77,14 @@ TARGETS = {
     "llama": ("attention/query", "attention/output", "mlp/down"),
     "gpt2": ("attention/query", "attention/key", "attention/value", "mlp/*"),
     "bloom": ("attention/*",),
+    "deepseek": (
+        *("attention/query_*", "attention/k*", "attention/value_up"),
+        *("dense_layers/mlp/down", "dense_layers/mlp/up", "mlp/shared_up"),
+    ),
+}
+# Of one module, not all layers adapt as many weights: it is named by its full name.
+ROUND_TRIPS = TARGETS | {
+    "deepseek": (*TARGETS["deepseek"][:2], "layers/attention/value_up", *TARGETS["deepseek"][3:])
 }
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 12))
 
@@ -74,6 +97,8 @@ def base(case: str, path: Path) -> torch.nn.Module:
     model = getattr(transformers, name)(config)
     for parameter in model.parameters():
         parameter.data = float(parameter.ndim == 1) + 0.2 * torch.randn(parameter.shape)
+    if kind == "DeepseekV3":
+        model.set_experts_implementation("eager")  # the others have no float64
     model.save_pretrained(path / "source")
     import_hugging_face(path / "source", path / "ours", lambda done, count: None)
     return model
@@ -81,7 +106,12 @@ def base(case: str, path: Path) -> torch.nn.Module:
 
 def with_adapter(model: torch.nn.Module, case: str, path: Path, **settings) -> torch.nn.Module:
     config = peft.LoraConfig(
-        r=RANK, lora_alpha=5, target_modules=CASES[case][2], task_type="CAUSAL_LM", **settings
+        r=RANK,
+        lora_alpha=5,
+        target_modules=CASES[case][2],
+        target_parameters=PARAMETERS.get(case),
+        task_type="CAUSAL_LM",
+        **settings,
     )
     tuned = peft.get_peft_model(model, config)
     for name, parameter in tuned.named_parameters():
@@ -93,6 +123,9 @@ def with_adapter(model: torch.nn.Module, case: str, path: Path, **settings) -> t
 
 def program_of(path: Path, **settings) -> Program:
     model = replace(ConvertedFolder(path / "ours").model, dtype="float32", remat="none")
+    if model.moe is not None:
+        frozen = None if model.moe.bias_update_rate is None else 0.0
+        model = replace(model, moe=replace(model.moe, bias_update_rate=frozen))
     adapter = Adapter(**{"rank": RANK, "alpha": 5.0} | settings)
     return Program(
         mesh=Mesh(), model=model, batch=Batch(global_batch_size=2, seq_len=12), adapter=adapter
@@ -145,7 +178,7 @@ def assert_gradients(program, side, got, tuned):
     family = family_of_config(read_config(side))
     theirs = {name: one.grad for name, one in tuned.named_parameters() if "lora_" in name}
     compared = 0
-    for piece in family.weights(program.model):
+    for piece in weights_of_layers(family, program.model):
         paths = [path for path in piece.row.paths if f"{path}/{LORA_A}" in got]
         if not paths:
             continue
@@ -159,18 +192,20 @@ def assert_gradients(program, side, got, tuned):
         for path in paths:
             assert_close(got[f"{path}/{LORA_B}"][piece.layer], want[path][1])
             compared += 1
-    assert compared == len(lora_paths(program.model, program.adapter)) * program.model.layers
+    paths = lora_paths(program.model, program.adapter)
+    assert compared == sum(len(got[f"{path}/{LORA_A}"]) for path in paths)
 
 
 @pytest.mark.parametrize(
-    ("case", "use_rslora"), [("llama", False), ("gpt2", True), ("bloom", False)]
+    ("case", "use_rslora"),
+    [("llama", False), ("gpt2", True), ("bloom", False), ("deepseek", False)],
 )
 def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, use_rslora, tmp_path):
     base(case, tmp_path)
     tied = ConvertedFolder(tmp_path / "ours").model.tie_word_embeddings
     whole = ("embedding/tokens",) if tied else ("head", "final_norm/*")
     program = program_of(
-        tmp_path, use_rslora=use_rslora, target_modules=TARGETS[case], modules_to_save=whole
+        tmp_path, use_rslora=use_rslora, target_modules=ROUND_TRIPS[case], modules_to_save=whole
     )
     random = np.random.default_rng(1)
     ours = {
@@ -193,6 +228,8 @@ def test_an_adapter_goes_to_peft_and_comes_back_bit_for_bit(case, use_rslora, tm
 
     # peft computes with the folder what we compute with the arrays.
     source = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    if case == "deepseek":
+        source.set_experts_implementation("eager")
     loaded = peft.PeftModel.from_pretrained(source, tmp_path / "written").double().eval()
     with torch.no_grad():
         want = loaded(torch.tensor(TOKENS)).logits.numpy()

@@ -1,6 +1,7 @@
 """Published models: their settings have as many parameters as their publishers say."""
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,14 @@ def test_a_preset_stands_for_settings_that_the_file_may_change(tmp_path):
     assert (loaded.layers, loaded.embed, loaded.mlp, loaded.vocab) == (2, 4096, 11008, 32768)
     other = load_config(path, ["program.model.preset=gpt2"]).program.model
     assert (other.layers, other.positions) == (2, "learned")
+
+
+def test_an_entry_of_a_mixture_is_changed_by_itself(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text(TEXT.replace("llama2-7b", "mixtral-8x7b"))
+    preset = load_config(path).program.model
+    changed = load_config(path, ["program.model.moe.balance_loss=0.5"]).program.model
+    assert changed.moe == replace(preset.moe, balance_loss=0.5)
 
 
 def test_a_preset_may_be_a_file(tmp_path):

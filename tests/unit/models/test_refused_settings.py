@@ -82,11 +82,15 @@ def test_a_contradiction_is_refused(settings, told):
         Model(**SIZES, **settings)
 
 
-def test_adapters_that_would_leave_out_matrices_are_refused():
-    model = Model(**SIZES, moe=MOE, latent_attention=LATENT)
-    told = "adapter does not support model.moe.dense_layers and model.latent_attention"
+def test_an_adapter_does_not_freeze_biases_that_the_settings_update():
+    model = Model(**SIZES, moe=replace(MOE, bias_update_rate=0.001))
+    told = r"bias_update_rate = 0.001 updates biases of routers, and \[program.adapter\] freezes"
     with pytest.raises(ValidationError, match=told):
         Program(model=model, batch=BATCH, adapter=Adapter(rank=4, alpha=8))
+    updated = Adapter(rank=4, alpha=8, modules_to_save=("mlp/selection_bias",))
+    Program(model=model, batch=BATCH, adapter=updated)
+    frozen = replace(model, moe=replace(MOE, bias_update_rate=0.0))
+    Program(model=frozen, batch=BATCH, adapter=Adapter(rank=4, alpha=8))
 
 
 @pytest.mark.parametrize(
