@@ -92,6 +92,25 @@ def image_layout(model: TorchModel) -> ImageLayout | None:
     return ImageLayout(model.images, height, width, token, tokens, grid)
 
 
+def computed_blocks(config: Mapping[str, Any]) -> int | None:
+    """Return how many blocks of a vision tower a model computes; None: all, or unknown.
+
+    Llava reads the hidden state before the last block, unless `vision_feature_layer` says another.
+
+    Args:
+        config: Content of config.json.
+    """
+    vision = config.get("vision_config")
+    layers = first_int(vision, ("num_hidden_layers",)) if isinstance(vision, dict) else None
+    if layers is None or "llava" not in str(config.get("model_type")):
+        return None
+    read = config.get("vision_feature_layer", -2)
+    states = read if isinstance(read, list) else [read]
+    if not states or not all(isinstance(state, int) for state in states):
+        return None
+    return max(state if state >= 0 else layers + 1 + state for state in states)
+
+
 def _other_features(config: Mapping[str, Any], vision: Mapping[str, Any]) -> int:
     """Return how many features of an image a model reads beyond those of patches; -1: one fewer.
 

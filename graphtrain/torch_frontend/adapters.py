@@ -6,6 +6,7 @@ one of each per expert, with a leading axis of layers in a stack of blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import jax
@@ -30,6 +31,11 @@ from graphtrain.torch_frontend.adapted_parameter import AdaptedParameter, Parame
 from graphtrain.torch_frontend.model import OpenedModel
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.arrays import ArraySpec
+from sharding_rules.errors import ShardingError
+from sharding_rules.rules import matches
+
+# Layers that PEFT adapts beside linear ones.
+_OTHERS_OF_PEFT = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.Embedding)
 
 
 def adaptable_orders(opened: OpenedModel) -> dict[str, str]:
@@ -74,13 +80,15 @@ def lora_orders(opened: OpenedModel, adapter: Adapter) -> dict[str, str]:
 
     Raises:
         ImportedModelError: experts are adapted, and adapter.dropout is set.
-        ShardingError: a pattern matches no parameter that can have them.
+        ShardingError: a pattern matches no parameter that can have them, or the name of a
+            convolution or an embedding beside others.
     """
     orders, saved = adaptable_orders(opened), fully_trained_paths(opened, adapter)
     eligible = {path.removesuffix("/weight"): path for path in orders}
     linear = {name for name, path in eligible.items() if "e" not in orders[path]}
     chosen = linear if ALL in adapter.target_modules else set()  # as "all-linear" of PEFT
     patterns = [pattern for pattern in adapter.target_modules if pattern != ALL]
+    _refuse_other_layers(opened, patterns, eligible)
     chosen = chosen | matching_paths(patterns, eligible, "adapter.target_modules")
     found = {eligible[name]: orders[eligible[name]] for name in eligible if name in chosen}
     found = {path: order for path, order in found.items() if path not in saved}
@@ -92,6 +100,28 @@ def lora_orders(opened: OpenedModel, adapter: Adapter) -> dict[str, str]:
             "added, as in PEFT; set dropout = 0"
         )
     return found
+
+
+def _refuse_other_layers(
+    opened: OpenedModel, patterns: Iterable[str], eligible: Mapping[str, str]
+) -> None:
+    """Refuse names that PEFT would also match with layers that have no factors here.
+
+    Globs are no names of PEFT: they match only what can have factors.
+    """
+    names = opened.parameter_names_by_path()
+    for path in names:
+        module = path.removesuffix("/weight")
+        layer = opened.meta.module.get_submodule(names[path][0].rpartition(".")[0])
+        if module in eligible or module == path or not isinstance(layer, _OTHERS_OF_PEFT):
+            continue
+        for pattern in patterns:
+            if matches(module, pattern) and not set(pattern) & set("*?["):
+                raise ShardingError(
+                    f"program.adapter.target_modules: {pattern!r} also names {module}, a "
+                    f"{type(layer).__name__}, which can have factors in PEFT but not here; name "
+                    "only linear layers, with more of their path (as in 'attn/proj')"
+                )
 
 
 def fully_trained_paths(opened: OpenedModel, adapter: Adapter) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,9 +38,9 @@ def open_adapter(
         from graphtrain.weights.imported_peft import ImportedPeftAdapter
 
         assert program.adapter is not None
-        model = program.model
+        model: Any = program.model
         vocab = model.vocab or 0, model.vocab_tokens
-        return ImportedPeftAdapter(directory, program.adapter, weights.names, vocab)
+        return ImportedPeftAdapter(directory, program.adapter, weights.names, vocab, model)
     return PeftAdapter(directory, program, weights.side)
 
 

@@ -7,12 +7,15 @@ PyTorch: the layers of an array are recognised by their names, as in weights of 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from graphtrain.config.hf_config import read_config
+from graphtrain.config.hf_images import computed_blocks
 from graphtrain.config.schema import Adapter
 from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import LORA_A, LORA_B
@@ -28,9 +31,11 @@ from graphtrain.weights.torch_modules import rows_of
 from lowering.trees import Tree, flatten
 
 if TYPE_CHECKING:
+    from graphtrain.config.schema import TorchModel
     from sharding_rules.pipeline import Stages
 
 _MOST_WRAPPED = 4
+_VISION_BLOCK = re.compile(r"\bvision_tower\b.*?\.layers\.(\d+)\.")
 
 
 class ImportedPeftAdapter:
@@ -46,6 +51,7 @@ class ImportedPeftAdapter:
         adapter: Adapter,
         base_names: Collection[str],
         vocab: tuple[int, int] = (0, 0),
+        model: TorchModel | None = None,
     ) -> None:
         """Read the folder.
 
@@ -54,8 +60,9 @@ class ImportedPeftAdapter:
             adapter: Settings of the adapter that is trained.
             base_names: Names of the tensors of the base weights.
             vocab: Rows of the vocabulary in the program, and those that stand for a token.
+            model: The imported model, to recognise blocks that it does not compute.
         """
-        self.directory, self._adapter = directory, adapter
+        self.directory, self._adapter, self._model = directory, adapter, model
         self._base_names, self._vocab = frozenset(base_names), vocab
         self._config = read_adapter_config(directory, allow_parameters=True)
         self._tensors = {
@@ -91,6 +98,8 @@ class ImportedPeftAdapter:
                 whole += names
             unread -= set(names)
         unread -= self._copies(unread, whole)
+        if unread:
+            unread -= self._of_idle_blocks(unread)
         if unread:
             raise WeightsError(
                 f"{self.directory} also contains {', '.join(sorted(unread)[:3])}, which "
@@ -158,6 +167,28 @@ class ImportedPeftAdapter:
             for name in unread - self._base_names
             if any(np.array_equal(self._tensors[name], self._tensors[one]) for one in whole)
         }
+
+    def _of_idle_blocks(self, unread: set[str]) -> set[str]:
+        """Return the names of new factors of a vision tower's blocks that are not computed.
+
+        PEFT adapts them too. They get no gradient, so that their second factor stays zero.
+        """
+        if self._model is None or not self._model.images or self._model.hf is None:
+            return set()
+        computed = computed_blocks(read_config(self._model.hf, self._model.overrides))
+        return {
+            name
+            for name in unread
+            if computed is not None
+            and (block := _VISION_BLOCK.search(name))
+            and int(block[1]) >= computed
+            and self._is_new(name.rpartition(".lora_")[0])
+        }
+
+    def _is_new(self, stem: str) -> bool:
+        """Return whether a layer has factors whose product is zero."""
+        second = self._tensors.get(f"{stem}.lora_B.weight")
+        return second is not None and not second.any()
 
     def _padded(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Return a weight with rows of zeros that pad the vocabulary."""
