@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from lowering.hlo import fused_collectives
+from lowering.hlo.conditionals import branches, fraction_taken
 from lowering.hlo.flops import instruction_flops
 from lowering.hlo.instruction_facts import dimension_of, kernel_of, sent_shapes
 from lowering.hlo.provenance import Provenance
@@ -21,8 +21,6 @@ from lowering.hlo.text import Computation, HloModule, Instruction, arrays, nbyte
 from lowering.hlo.trip_counts import trip_count
 from sharding_rules.mesh import MeshShape
 
-# Iterations of a loop in which the branch of a conditional is taken, and all of them.
-_TAKEN = re.compile(r"taken_(\d+)_of_(\d+)\)*/cond$")
 COLLECTIVE_OPS = (
     "all-reduce",
     "all-gather",
@@ -249,15 +247,9 @@ class ProgramReader:
         return _times(body, trips)
 
     def _conditional(self, instruction: Instruction) -> ProgramFacts:
-        names = instruction.computations("branch_computations") or [
-            name
-            for attribute in ("true_computation", "false_computation")
-            if (name := instruction.attribute(attribute))
-        ]
-        branches = [self.read_computation(name) for name in names]
-        most = max(branches, key=lambda branch: (branch.wire_bytes, branch.flops))
-        taken = _TAKEN.search(instruction.op_name)
-        return _scaled(most, Fraction(int(taken[1]), int(taken[2]))) if taken else most
+        read = [self.read_computation(name) for name in branches(instruction)]
+        most = max(read, key=lambda branch: (branch.wire_bytes, branch.flops))
+        return _scaled(most, fraction_taken(instruction))
 
     def read_collective(
         self, computation: Computation, instruction: Instruction, op: str

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from typing import Any, TypeVar
 
 from lowering.hlo.collectives import COLLECTIVE_OPS
+from lowering.hlo.conditionals import branches, fraction_taken
 from lowering.hlo.loop_work import LoopWork, fused_work, plain_work
 from lowering.hlo.text import Computation, HloModule, Instruction, arrays, parse
 from lowering.hlo.trip_counts import trip_count
@@ -27,6 +29,7 @@ _FREE = {
 _PARTITIONS = re.compile(r'"outer_dimension_partitions":\[([^\]]*)\]')
 _KERNEL_LABELS = re.compile(r"dim_labels=\w+_(\w+)->")
 _INTEGER = re.compile(r"\d+")
+Work = TypeVar("Work")
 
 
 @dataclass(frozen=True)
@@ -80,19 +83,20 @@ class ProgramWork:
 def read_work(text: str) -> ProgramWork:
     """Read the work of an optimized program, as `compiled.as_text()` returns it on a CPU.
 
-    A loop whose trip count is unknown counts once, and a conditional as its first branch.
+    A loop whose trip count is unknown counts once. A conditional counts as the branch with most
+    work, in the iterations that its scope states (lowering/tracing/control_flow.py).
     """
     module = parse(text)
     reader = _Reader(module)
-    reader.visit(module.entry, 1)
+    reader.visit(module.entry, Fraction(1))
     entry = module.computations[module.entry]
     inputs = sum(one.opcode == "parameter" for one in entry.instructions.values())
     outputs = len(entry.instructions[entry.root].operands)
     return ProgramWork(
-        dict(reader.products),
-        dict(reader.loops),
-        reader.launches,
-        reader.iterations,
+        _in_whole_numbers(reader.products),
+        _in_whole_numbers(reader.loops),
+        round(reader.launches),
+        round(reader.iterations),
         inputs + outputs,
     )
 
@@ -102,12 +106,12 @@ class _Reader:
 
     def __init__(self, module: HloModule) -> None:
         self.module = module
-        self.products: Counter[Product] = Counter()
-        self.loops: Counter[LoopWork] = Counter()
-        self.launches = self.iterations = 0
+        self.products: dict[Product, Fraction] = defaultdict(Fraction)
+        self.loops: dict[LoopWork, Fraction] = defaultdict(Fraction)
+        self.launches = self.iterations = Fraction(0)
 
-    def visit(self, name: str, times: int) -> None:
-        """Add what `times` executions of a computation do."""
+    def visit(self, name: str, times: Fraction) -> None:
+        """Add what `times` executions of a computation do; parts of loops may not be whole."""
         computation = self.module.computations[name]
         for instruction in computation.instructions.values():
             opcode = instruction.opcode
@@ -115,14 +119,23 @@ class _Reader:
                 trips = trip_count(self.module, computation, instruction) or 1
                 self.iterations += times * trips
                 self.visit(instruction.attribute("body") or "", times * trips)
-            elif opcode in ("call", "conditional"):
-                if called := next(_called(instruction), None):
-                    self.visit(called, times)
+            elif opcode == "conditional":
+                most = max(branches(instruction), key=self._amount)
+                self.visit(most, times * fraction_taken(instruction))
+            elif opcode == "call":
+                self.visit(instruction.attribute("to_apply") or "", times)
             elif opcode not in _FREE and opcode.removesuffix("-start") not in COLLECTIVE_OPS:
                 self.launches += times
                 self._add(computation, instruction, times)
 
-    def _add(self, computation: Computation, instruction: Instruction, times: int) -> None:
+    def _amount(self, name: str) -> tuple[float, float]:
+        """Return the FLOPs and bytes of one execution of a branch, by which branches compare."""
+        alone = _Reader(self.module)
+        alone.visit(name, Fraction(1))
+        flops = sum(one.flops * count for one, count in alone.products.items())
+        return flops, sum(one.bytes * count for one, count in alone.loops.items())
+
+    def _add(self, computation: Computation, instruction: Instruction, times: Fraction) -> None:
         fused = self.module.computations.get(instruction.attribute("calls") or "")
         inner = computation if fused is None else fused
         contained = [instruction] if fused is None else [*fused.instructions.values()]
@@ -140,13 +153,8 @@ class _Reader:
             self.loops[loop] += times
 
 
-def _called(instruction: Instruction) -> Iterator[str]:
-    """Yield the computations that a call runs, or one of which a conditional runs."""
-    if called := instruction.attribute("to_apply"):
-        yield called
-    yield from instruction.computations("branch_computations")
-    if called := instruction.attribute("true_computation"):
-        yield called
+def _in_whole_numbers(counts: Mapping[Work, Fraction]) -> dict[Work, int]:
+    return {work: rounded for work, count in counts.items() if (rounded := round(count))}
 
 
 def _partitions(instruction: Instruction) -> int:

@@ -4,10 +4,12 @@ import json
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from lowering.hlo.loop_work import LoopWork, fused_work
 from lowering.hlo.text import parse
 from lowering.hlo.work import Product, ProgramWork, read_work
+from lowering.tracing.control_flow import compute_in_turn
 
 PROGRAM = """\
 HloModule jit_train, is_scheduled=true
@@ -134,3 +136,30 @@ def test_a_convolution_counts_as_the_product_that_it_is():
     (product,) = read_work(text).products
     assert (product.columns, product.summed, product.rows) == (12, 4 * 9, 2 * 16 * 16)
     assert product.dtype == "f32"
+
+
+def _in_a_loop_of_8(x, taken):
+    def body(i, x):
+        product, nothing = (lambda x: jnp.tanh(x @ x)), (lambda x: x)
+        return compute_in_turn(i % 4 == 0, product, nothing, x, taken)
+
+    return jax.lax.fori_loop(0, 8, body, x)
+
+
+def test_a_conditional_counts_as_its_work_in_the_iterations_that_its_scope_states():
+    """The branch without work stands first in the text."""
+    text = jax.jit(lambda x: _in_a_loop_of_8(x, (2, 8))).lower(jnp.ones((64, 64))).compile()
+    work = read_work(text.as_text())
+    assert work.products == {Product(1, 64, 64, 64, "f32"): 2}
+    assert work.iterations == 8
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_conditional_without_a_stated_number_counts_as_its_largest_branch_always(is_first):
+    cases = [lambda x: x @ x, lambda x: x + 1]
+
+    def step(x, condition):
+        return jax.lax.cond(condition, *(cases if is_first else cases[::-1]), x)
+
+    text = jax.jit(step).lower(jnp.ones((64, 64)), True).compile().as_text()
+    assert read_work(text).products == {Product(1, 64, 64, 64, "f32"): 1}
