@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from graphtrain.config.resolve import ResolvedProgram
@@ -75,7 +76,8 @@ def _gradient_in_pipeline(
     yield from _gradient_of_product(program, weight, now, times, summed_later=copies)
     axes = copies if weight.in_layers else (*copies, "stage")  # an explicit collective
     total = layers_per_device(program, weight) * size / mesh.size(_scattered(weight, now))
-    yield collective("all-reduce", axes, 1, total, mesh=mesh, dtype="f32")
+    summed = collective("all-reduce", axes, 1, total, mesh=mesh, dtype="f32")
+    yield replace(summed, after_ticks=True)
 
 
 def _scattered(weight: ShardedWeight, tokens: Axes) -> Axes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -57,11 +57,10 @@ def step_time(
     if compute is not None:
         counted = expected_excess(program, flash=flash) if excess is None else excess
         compute *= max(1.0, counted)
+    collectives = tuple(collectives)
     communication = communication_seconds(collectives, mesh, target)
-    hideable = sum(
-        (seconds or 0.0) * overlap_of(axes.split("+"), achieved)
-        for axes, seconds in communication.items()
-    )
+    beside_compute = (one for one in collectives if not one.after_ticks)
+    hideable = hideable_seconds(communication_seconds(beside_compute, mesh, target), achieved)
     exposed = sum(seconds or 0.0 for seconds in communication.values()) - hideable
     # Collectives are counted in the bubble's ticks too. Without a known compute time, their share
     # is what is known of the bubble: else a pipeline would look free.
@@ -102,6 +101,20 @@ def overlap_of(axes: Iterable[str], achieved: Achieved) -> float:
     """Return the fraction of the communication over mesh axes that overlaps with compute."""
     others = {*axes} - OVERLAPPED_AXES
     return 1.0 if not others else achieved.tensor_overlap if others == {"tensor"} else 0.0
+
+
+def hideable_seconds(beside_compute: Mapping[str, float | None], achieved: Achieved) -> float:
+    """Return how many seconds of communication overlap with compute, if it takes long enough.
+
+    Args:
+        beside_compute: communication_seconds() of the collectives that have compute beside them:
+            all but the sums after the last tick of a pipeline.
+        achieved: What the machine reaches, with its overlap of tensor parallelism.
+    """
+    return sum(
+        (seconds or 0.0) * overlap_of(axes.split("+"), achieved)
+        for axes, seconds in beside_compute.items()
+    )
 
 
 def _seconds_of_compute(program: ResolvedProgram, achieved: Achieved, flash: bool) -> float | None:

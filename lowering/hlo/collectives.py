@@ -30,6 +30,7 @@ COLLECTIVE_OPS = (
     "collective-permute",
     "collective-broadcast",
 )
+_SUMS = ("all-reduce", "reduce-scatter")
 # Attribute that names the computation an instruction runs. Reducers and comparators are left out:
 # they contain no collectives.
 CALLED_BY = {"fusion": "calls", "call": "to_apply", "async": "calls"}
@@ -55,6 +56,7 @@ class Collective:
     dimension: int | None = None  # dimension of the operand that is gathered or scattered
     decomposed_from: str = ""  # all-gather or reduce-scatter of which this permute is one step
     network: str = ""  # "dcn": the part across TPU slices; other groups are inside of a slice
+    after_ticks: bool = False  # sum after the last tick of a pipeline, with no compute beside it
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -74,7 +76,9 @@ class Collective:
 
     def to_record(self) -> dict[str, Any]:
         """Return the fields as JSON, without empty ones."""
-        return {name: value for name, value in vars(self).items() if value not in ("", (), None)}
+        empty = ("", (), None)
+        fields = vars(self).items()
+        return {name: value for name, value in fields if value is not False and value not in empty}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Collective:
@@ -136,6 +140,8 @@ def read(text: str, mesh: MeshShape, slices: int = 1) -> ProgramFacts:
     """
     module = parse(text)
     reading = _in_whole_numbers(ProgramReader(module, mesh, slices).read_computation(module.entry))
+    if mesh.axes.get("stage", 1) > 1:
+        reading = _mark_sums_after_ticks(reading)
     firsts: dict[tuple[str, ...], Collective] = {}
     if _SCHEDULED in text.partition("\n")[0]:
         for each in reading.collectives:  # in the order of the text, which is that of the schedule
@@ -145,6 +151,20 @@ def read(text: str, mesh: MeshShape, slices: int = 1) -> ProgramFacts:
         collectives=merged(_mark_decomposed(reading.collectives)),
         first_collectives=tuple(firsts.values()),
     )
+
+
+def _mark_sums_after_ticks(reading: ProgramFacts) -> ProgramFacts:
+    """Set `after_ticks` on the sums of a pipeline's program that stand outside of its loops.
+
+    Sums of tensor parallelism do so in ticks that the compiler unrolled.
+    """
+    marked = (
+        dataclasses.replace(
+            each, after_ticks=each.op in _SUMS and not each.loops and "tensor" not in each.axes
+        )
+        for each in reading.collectives
+    )
+    return dataclasses.replace(reading, collectives=tuple(marked))
 
 
 def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:

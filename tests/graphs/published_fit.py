@@ -15,7 +15,7 @@ from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.cost_model.assessment import Assessment, StepTime
 from graphtrain.cost_model.compute import expected_excess
 from graphtrain.cost_model.padded_stages import with_padding_layers
-from graphtrain.cost_model.time import overlap_of, step_time
+from graphtrain.cost_model.time import hideable_seconds, step_time
 from graphtrain.cost_model.traffic import bubble_of
 from graphtrain.planning.assess import estimate
 from lowering.errors import LoweringError
@@ -94,10 +94,9 @@ class Prediction:
         wide = self._compute - self._scores - self._narrow
         compute = wide / achieved.products + self._narrow / achieved.narrow_products
         compute += self._scores / (achieved.products if self.kernel == "none" else reached)
-        hideable = sum(
-            (seconds or 0.0) * overlap_of(axes.split("+"), achieved)
-            for axes, seconds in peak.communication.items()
-        )
+        # Published pipelines are taken to sum gradients beside their last backward passes, as
+        # Megatron-LM does (--overlap-grad-reduce); graphtrain's own do so after them.
+        hideable = hideable_seconds(peak.communication, achieved)
         bubble = (peak.bubble or 0.0) * compute / self._compute
         time = replace(peak, compute=compute, bubble=bubble, overlapped=min(hideable, compute))
         return time.known

@@ -120,6 +120,18 @@ def test_a_conditional_counts_in_the_iterations_that_its_scope_states():
     assert only(text).count == 3
 
 
+def test_sums_of_a_pipeline_outside_of_its_loops_come_after_the_ticks():
+    outside = f"%once = f32[64]{{0}} all-reduce(%x), {TENSOR}, to_apply=%add\n  ROOT %loop"
+    text = loop("compare(%i, %limit), direction=LT").replace("ROOT %loop", outside)
+
+    def after_ticks(mesh):
+        return {one.count: one.after_ticks for one in read(text, MeshShape(mesh)).collectives}
+
+    assert after_ticks({"stage": 2, "data": 4}) == {12: False, 1: True}
+    assert after_ticks({"fsdp": 2, "data": 4}) == {12: False, 1: False}
+    assert after_ticks({"stage": 2, "tensor": 4}) == {12: False, 1: False}
+
+
 def loop(condition, start="0", step="1"):
     """A while loop around an all-reduce, with the counter as the first element of its state."""
     state = "(s32[], f32[64])"

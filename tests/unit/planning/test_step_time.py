@@ -61,6 +61,20 @@ def test_tensor_parallelism_overlaps_as_far_as_published_steps_show():
     assert overlap_of(["stage"], achieved) == overlap_of(["tensor", "stage"], achieved) == 0.0
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_sums_after_the_last_tick_of_a_pipeline_overlap_with_nothing(vary, schedule):
+    batch = "program.batch={global_batch_size=32, seq_len=512, microbatches=4}"
+    mesh, target = "program.mesh={data=4, stage=2}", "program.target=h100:8"
+    assessed = estimate(vary([target, mesh, batch, f'program.pipeline={{schedule="{schedule}"}}']))
+    after = [one for one in assessed.collectives if one.after_ticks]
+    assert {one.axes for one in after} == {("data",), ("data", "stage")}
+    assert assessed.time.communication["data"] > 0
+    assert assessed.time.overlapped == 0  # nothing is sent over data inside of the ticks
+    apart = estimate(vary([target, "program.mesh={data=8}", batch]))
+    assert not any(one.after_ticks for one in apart.collectives)
+    assert apart.time.overlapped > 0
+
+
 def test_a_machine_without_published_steps_has_what_another_reaches():
     assert Target.parse("h200:8").achieved == Target.parse("h100:8").achieved
     assert Target.parse("h200:8").achieved.machine == "h100"
