@@ -132,8 +132,8 @@ class _Reader:
         """Return the FLOPs and bytes of one execution of a branch, by which branches compare."""
         alone = _Reader(self.module)
         alone.visit(name, Fraction(1))
-        flops = sum(one.flops * count for one, count in alone.products.items())
-        return flops, sum(one.bytes * count for one, count in alone.loops.items())
+        flops = sum(one.flops * float(count) for one, count in alone.products.items())
+        return flops, sum(one.bytes * float(count) for one, count in alone.loops.items())
 
     def _add(self, computation: Computation, instruction: Instruction, times: Fraction) -> None:
         fused = self.module.computations.get(instruction.attribute("calls") or "")
