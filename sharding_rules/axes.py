@@ -49,6 +49,7 @@ ARRAY_AXES = {
     "seq": "positions inside attention and MLP, which sequence parallelism does not split",
     "shared": "hidden features of the shared expert",
     "stages": "stages of a pipeline, side by side",
+    "unstaged_layers": "a scanned stack of an imported model's layers outside of pipeline stages",
     "v_head_dim": "features of a value head in latent attention",
     "virtual_stages": "virtual stages of a pipeline, on the same device",
     "vocab": "token ids of the vocabulary",

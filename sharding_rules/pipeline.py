@@ -9,7 +9,7 @@ Source: Huang et al. 2019, "GPipe", https://arxiv.org/abs/1811.06965; Narayanan 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from sharding_rules.errors import ShardingError
@@ -18,6 +18,7 @@ from sharding_rules.rules import Rules
 
 Schedule = Literal["gpipe", "circular", "1f1b"]
 Number = Any  # an int, or an array of them
+LayerRows = tuple[int | None, ...]  # the layer in each row; None for a padding row
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Stages:
         return max(self.layers)
 
     @property
-    def rows(self) -> tuple[int | None, ...]:
+    def rows(self) -> LayerRows:
         """Layer in each row of the stacked arrays, chunk by chunk; None for padding."""
         rows: list[int | None] = []
         first_layer = 0
@@ -54,6 +55,35 @@ class Stages:
     def padding_fraction(self) -> float:
         """Fraction of all rows, and of a stage's work, that is padding."""
         return 1 - sum(self.layers) / len(self.rows)
+
+    def in_periods(self, period: int) -> "Stages":
+        """Return the assignment of repetitions of `period` layers, of which chunks hold whole ones.
+
+        An array that stacks the layers at one position of the period has a row for each repetition.
+        """
+        return replace(self, layers=tuple(layers // period for layers in self.layers))
+
+
+def rows_of_periods(rows: LayerRows, count: int) -> LayerRows | None:
+    """Return the repetition in each of `count` rows that each stand for as many layers.
+
+    Args:
+        rows: layer in each row of an array that stacks all layers.
+        count: number of rows of an array that stacks the layers at one position of a period.
+
+    Returns:
+        None if no period gives so many rows.
+    """
+    period, rest = divmod(len(rows), max(count, 1))
+    if rest or not period:
+        return None
+    groups = [rows[start : start + period] for start in range(0, len(rows), period)]
+    found = tuple(None if group[0] is None else group[0] // period for group in groups)
+    whole = [
+        (None,) * period if number is None else tuple(range(number * period, (number + 1) * period))
+        for number in found
+    ]
+    return found if whole == groups else None
 
 
 def divide_layers(

@@ -16,7 +16,7 @@ from graphtrain.checkpoints import private_orbax
 from graphtrain.checkpoints.arrays import check_same_arrays, describe_arrays, part_reader
 from graphtrain.checkpoints.info import check_same_model, read_checkpoint_info
 from graphtrain.checkpoints.joined_blocks import load_joined, rows_by_path
-from graphtrain.checkpoints.layer_order import LayerOrder, load_reordered
+from graphtrain.checkpoints.layer_order import LayerOrder, load_reordered, shape_pairs
 from graphtrain.checkpoints.manifest import DamagedCheckpoint, verify_files, write_manifest
 from graphtrain.checkpoints.steps import Retention, saved_steps, saved_validation_losses
 from graphtrain.checkpoints.storage_errors import checkpoint_errors
@@ -174,7 +174,10 @@ class Checkpoints:
 
         checkpoint_path = self._directory / str(step)
         info = read_checkpoint_info(self._directory, step)
-        if self._layer_order is not None and (rows := self._layer_order.reordering_from(info.rows)):
+        shapes = shape_pairs(info.arrays, described)
+        if self._layer_order is not None and (
+            rows := self._layer_order.reordering_from(info.rows, shapes)
+        ):
             with checkpoint_errors(
                 checkpoint_path, "read; move it away to resume from an earlier checkpoint"
             ):

@@ -7,13 +7,13 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from graphtrain.checkpoints import private_orbax
-from graphtrain.checkpoints.layer_rows import LayerRows
 from graphtrain.checkpoints.manifest import DamagedCheckpoint
 from graphtrain.checkpoints.storage_errors import checkpoint_errors
 from graphtrain.config.identity import identity_changes, is_of_model, model_mathematics, say
 from graphtrain.config.schema import Program
 from graphtrain.errors import TrainingError
 from graphtrain.files import validate
+from sharding_rules.pipeline import LayerRows
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Order in which a program stacks its layers, and reading a checkpoint that has another."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,19 @@ import numpy as np
 import lowering
 from graphtrain.checkpoints.arrays import check_same_arrays, part_reader
 from graphtrain.checkpoints.info import CheckpointInfo
-from graphtrain.checkpoints.layer_rows import Index, LayerRows, StackedArray, read_reordered_part
+from graphtrain.checkpoints.layer_rows import (
+    Index,
+    StackedArray,
+    read_reordered_part,
+    stacked_pair,
+)
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.errors import TrainingError
 from graphtrain.graphs.open_model import open_language_model
 from lowering.trees import Tree, flatten
+from sharding_rules.pipeline import LayerRows
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -26,19 +35,40 @@ class LayerOrder:
     load_arrays: Callable[[Tree, Callable[[str, tuple[int, ...], Any], np.ndarray]], Tree]
     by_shape: bool = False  # recognize stacked arrays by their shape, not by their path
 
-    def reordering_from(self, kept: LayerRows | None) -> tuple[LayerRows, LayerRows] | None:
-        """Return the rows of the checkpoint and of this program, or None if they are equal."""
+    def reordering_from(
+        self, kept: LayerRows | None, shapes: Iterable[tuple[Shape, Shape]]
+    ) -> tuple[LayerRows, LayerRows] | None:
+        """Return the rows of the checkpoint and of this program, or None if they are equal.
+
+        Args:
+            kept: Layer in each row of the checkpoint.
+            shapes: Shape of each array in the checkpoint and in this program. Rows in the same
+                order may have an axis of virtual stages in one of them.
+        """
         program_rows = self.rows
         if self.by_shape:
             program_rows, kept = (
                 program_rows or _without_pipeline(kept),
                 kept or _without_pipeline(program_rows),
             )
-        return (
-            None
-            if program_rows is None or kept is None or program_rows == kept
-            else (kept, program_rows)
+        if program_rows is None or kept is None:
+            return None
+        is_reshaped = any(
+            one != other and math.prod(one) == math.prod(other) for one, other in shapes
         )
+        return (kept, program_rows) if program_rows != kept or is_reshaped else None
+
+
+def shape_pairs(saved: Mapping[str, Any], described: Tree) -> Iterator[tuple[Shape, Shape]]:
+    """Yield the shapes of the arrays that a checkpoint and a program both have.
+
+    Args:
+        saved: Shape and dtype of the arrays of the checkpoint, by path.
+        described: Tree of the arrays of the program.
+    """
+    for path, leaf in flatten(described).items():
+        if path in saved:
+            yield tuple(saved[path][0]), tuple(leaf.shape)
 
 
 def _without_pipeline(rows: LayerRows | None) -> LayerRows | None:
@@ -77,23 +107,24 @@ def load_reordered(
     open_array = open_array or partial(part_reader, checkpoint_path)
     leaves = flatten(described)
     shapes = {path: tuple(shape) for path, (shape, _) in info.arrays.items()}
-    is_stacked: dict[str, bool | None] = dict.fromkeys(shapes | leaves)
+    is_stacked = False if arrangement.by_shape else None
+    saved_arrays = {
+        path: StackedArray(path, shape, rows, is_stacked) for path, shape in shapes.items()
+    }
+    program_arrays = {
+        path: StackedArray(path, tuple(leaf.shape), program_rows, is_stacked)
+        for path, leaf in leaves.items()
+    }
     if arrangement.by_shape:
-        is_stacked = {path: shapes.get(path) != tuple(leaf.shape) for path, leaf in leaves.items()}
-        if not any(is_stacked.values()):
+        pairs = dict(_stacked_pairs(saved_arrays, program_arrays))
+        if not pairs:
             raise TrainingError(
                 f"{checkpoint_path} stacks its layers in as many rows, but in another order: "
                 f"{rows} instead of {program_rows}; resume with the pipeline.layers_per_stage it "
                 "was saved with"
             )
-    saved_arrays = {
-        path: StackedArray(path, shape, rows, is_stacked.get(path, False))
-        for path, shape in shapes.items()
-    }
-    program_arrays = {
-        path: StackedArray(path, tuple(leaf.shape), program_rows, is_stacked[path])
-        for path, leaf in leaves.items()
-    }
+        saved_arrays |= {path: saved for path, (saved, _) in pairs.items()}
+        program_arrays |= {path: target for path, (_, target) in pairs.items()}
     check_same_arrays(
         checkpoint_path,
         {
@@ -117,3 +148,14 @@ def load_reordered(
         )
 
     return arrangement.load_arrays(described, read)
+
+
+def _stacked_pairs(
+    saved: Mapping[str, StackedArray], program: Mapping[str, StackedArray]
+) -> Iterator[tuple[str, tuple[StackedArray, StackedArray]]]:
+    """Yield the arrays whose shapes differ because a program stacks layers in another order."""
+    for path in saved.keys() & program.keys():
+        both = saved[path], program[path]
+        shapes, rows = (both[0].shape, both[1].shape), (both[0].rows, both[1].rows)
+        if shapes[0] != shapes[1] and (pair := stacked_pair(path, shapes, rows)):
+            yield path, pair

@@ -6,14 +6,16 @@ order; a pipeline stacks them by virtual stage, or adds padding rows to stages w
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from sharding_rules.pipeline import LayerRows, rows_of_periods
+
 Index = tuple[slice | int, ...]
-LayerRows = tuple[int | None, ...]  # the layer in each row; None for a padding row
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,33 @@ class StackedArray:
         layers = len([layer for layer in self.rows if layer is not None])
         inner = self.shape[len(self.leading_shape) :]
         return (layers, *inner) if self.leading_shape else self.shape
+
+
+def stacked_pair(
+    path: str,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    rows: tuple[LayerRows, LayerRows],
+) -> tuple[StackedArray, StackedArray] | None:
+    """Return an array in two orders of layers, recognized by its shapes; None if it is not stacked.
+
+    Of layers that repeat after a period, an array stacks those at one position of it, so that a row
+    stands for a period.
+
+    Args:
+        path: Path of the array.
+        shapes: Unsharded shape in both orders.
+        rows: Layers of both orders, as of an array that stacks all layers.
+    """
+    for leading in itertools.product((1, 2), repeat=2):
+        inner = [shape[axes:] for shape, axes in zip(shapes, leading, strict=True)]
+        counts = [math.prod(shape[:axes]) for shape, axes in zip(shapes, leading, strict=True)]
+        first, second = (rows_of_periods(*pair) for pair in zip(rows, counts, strict=True))
+        if inner[0] == inner[1] and first and second and {*first} - {None} == {*second} - {None}:
+            return (
+                StackedArray(path, shapes[0], first, is_stacked=True),
+                StackedArray(path, shapes[1], second, is_stacked=True),
+            )
+    return None
 
 
 def read_reordered_part(

@@ -17,7 +17,7 @@ import numpy as np
 from graphtrain.checkpoints.arrays import check_same_arrays, describe_arrays
 from graphtrain.checkpoints.checkpoint import Checkpoints, RestoredState
 from graphtrain.checkpoints.host_tier import HostTier, Part
-from graphtrain.checkpoints.layer_order import LayerOrder, load_reordered
+from graphtrain.checkpoints.layer_order import LayerOrder, load_reordered, shape_pairs
 from graphtrain.checkpoints.manifest import DamagedCheckpoint
 from graphtrain.checkpoints.part_uploads import PartUploads
 from graphtrain.checkpoints.peer_steps import PeerSteps, new_save
@@ -152,7 +152,8 @@ class TieredCheckpoints(Checkpoints):
 
     def _load(self, step: int, path: Path, described: Tree) -> Tree:
         info, open_array = self._peer_steps.found[step].info, self._peer_steps.open_arrays(step)
-        if rows := self._order.reordering_from(info.rows):
+        shapes = shape_pairs(info.arrays, described)
+        if rows := self._order.reordering_from(info.rows, shapes):
             return load_reordered(path, info, described, self._order, *rows, open_array)
         check_same_arrays(path, info.arrays, describe_arrays(described))
         with ReadAhead(described, open_array) as shards:

@@ -70,7 +70,7 @@ def describe_model(program: ResolvedProgram, store: Path) -> Iterator[str]:
         with optional_import("program.model.torch"):
             from graphtrain.torch_frontend.describe import describe
 
-        yield from describe(model, store)
+        yield from describe(model, store, program.stages)
 
 
 def _torch_model(program: ResolvedProgram) -> TorchModel | None:

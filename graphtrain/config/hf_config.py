@@ -136,6 +136,17 @@ def layer_count(hf: str, overrides: Mapping[str, Any]) -> int | None:
     return _size(read_config(hf, overrides), SIZE_NAMES["layers"])
 
 
+def layers_in_front(hf: str, overrides: Mapping[str, Any]) -> int:
+    """Return the number of dense layers before those of a mixture, if the configuration states it.
+
+    Pipeline stages divide the layers of the mixture; the dense ones are in front of them.
+    """
+    config = read_config(hf, overrides)
+    layers = _size(config, SIZE_NAMES["layers"]) or 0
+    in_front = _size(config, ("first_k_dense_replace",)) or 0
+    return in_front if in_front < layers else 0
+
+
 def _size(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     """Return a size of a language model; one of text and images may state it for its text alone."""
     text = config.get("text_config")

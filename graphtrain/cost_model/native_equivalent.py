@@ -3,7 +3,16 @@
 import re
 from dataclasses import replace
 
-from graphtrain.config.schema import Adapter, FlaxModel, Model, Program, TorchModel, is_imported
+from graphtrain.config.hf_config import layers_in_front
+from graphtrain.config.schema import (
+    Adapter,
+    FlaxModel,
+    Model,
+    PipelineSettings,
+    Program,
+    TorchModel,
+    is_imported,
+)
 from graphtrain.errors import PlanError
 
 # What transformers calls them.
@@ -40,7 +49,35 @@ def with_native_model(program: Program) -> Program:
     if native is program.model:
         return program
     loss = replace(program.loss, chunk="none")  # a PyTorch module computes its own logits
-    return replace(program, model=native, loss=loss, adapter=_native_adapter(program, native))
+    native, pipeline = _with_layers_outside(program, native)
+    adapter = _native_adapter(program, native)
+    return replace(program, model=native, pipeline=pipeline, loss=loss, adapter=adapter)
+
+
+def _with_layers_outside(program: Program, native: Model) -> tuple[Model, PipelineSettings]:
+    """Return a native model and its pipeline, if layers of the model are outside of the stages.
+
+    Those of a mixture are the dense layers before it. Others are counted as layers of the stages,
+    which are then divided evenly; `with_padding_layers` adds the memory of their copies.
+    """
+    pipeline = program.pipeline
+    outside = native.layers - _layers_in_stages(program, native)
+    if program.mesh.stage == 1 or outside <= 0:
+        return native, pipeline
+    if native.moe is None or program.adapter is not None:  # of dense layers there is no adapter
+        return native, replace(pipeline, layers_per_stage=None)
+    moe = replace(native.moe, dense_layers=outside, dense_mlp=native.mlp)
+    return replace(native, layers=native.layers - outside, moe=moe), pipeline
+
+
+def _layers_in_stages(program: Program, native: Model) -> int:
+    """Return the number of layers that the pipeline stages of an imported model divide."""
+    model, given = program.model, program.pipeline.layers_per_stage
+    if given is not None:
+        return sum(given)
+    if not isinstance(model, TorchModel) or model.hf is None:
+        return native.layers
+    return native.layers - layers_in_front(model.hf, model.overrides)
 
 
 def _native_adapter(program: Program, native: Model) -> Adapter | None:

@@ -1,4 +1,4 @@
-"""Padding of a pipeline whose stages have unequal numbers of layers."""
+"""Rows of a pipeline's stages that take memory and time without being layers of the stage."""
 
 from dataclasses import replace
 
@@ -9,16 +9,22 @@ from graphtrain.cost_model.native_equivalent import with_native_model
 def with_padding_layers(program: ResolvedProgram) -> ResolvedProgram:
     """Return a program with a layer for each row of its stages; padding takes memory and time too.
 
+    Layers outside of the stages of an imported model are rows of every stage: each device stores
+    them. That is also an upper bound of their time, because stages divide their microbatches.
+
     Raises:
         PlanError: as with_native_model.
         ShardingError: layers or microbatches that do not fit the stages.
     """
+    given = program.stages
     program = program.with_settings(with_native_model(program.settings))
-    if program.stages is None:
+    if program.stages is None or given is None:
         return program
+    outside = program.model.layers - sum(given.layers)
+    copies = len(given.layers) * -(-outside // given.rounds)
     padded = replace(
         program.settings,
-        model=replace(program.model, layers=len(program.stages.rows)),
+        model=replace(program.model, layers=len(given.rows) + copies),
         pipeline=replace(program.pipeline, layers_per_stage=None),
     )
     return program.with_settings(padded)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.errors import PlanError
 from graphtrain.graphs.array_summary import summarize
 from graphtrain.graphs.dumped_arrays import (
     BACKWARD,
@@ -62,6 +63,7 @@ class ArrayDump:
         specs = inputs["state"]["parameters"]
         if program.stages is not None:
             # Of the layers in order, as dumps of other meshes have them.
+            _check_alike(program)
             specs = trained_specs(replace(program, stages=None))
         recorded, lines = _recorded(program, inputs, specs)
         arrays = all_arrays(specs, recorded, lines)
@@ -258,6 +260,19 @@ class ArrayDump:
         if kind != GRADIENTS and microbatches > 1:
             shape, axes = (microbatches, *shape), (None, *axes)
         return ArraySpec(shape, axes, dtype, role)
+
+
+def _check_alike(program: ResolvedProgram) -> None:
+    """Refuse pipelines in which rows of stages are not all layers of the model.
+
+    Raises:
+        PlanError: layers repeat after a period, or some are outside of the stages.
+    """
+    if not open_language_model(program.model).has_like_layers:
+        raise PlanError(
+            "program.dump does not support pipeline stages of a model whose layers are not all "
+            "alike; set program.mesh.stage = 1"
+        )
 
 
 def _recorded(

@@ -51,11 +51,12 @@ def with_adapter(
         ShardingError: while it is traced, if an array outside of the layers would have dropout.
     """
     model = open_language_model(program.model)
+    row_stages = model.row_stages(stages)
 
     def combine(weights: PartWeights, index: Any = None, chunk: Any = None) -> Tree:
         key = layers = None
         if keys is not None and chunk is not None:
-            key, (layers, _) = keys(index), layers_of_chunk(stages, chunk)
+            key, (layers, _) = keys(index), layers_of_chunk(row_stages, chunk)
         elif keys is not None:
             _refuse_dropout(weights.trained)
         return model.apply_lora(program.settings, weights.trained, weights.frozen, key, layers)

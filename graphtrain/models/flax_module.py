@@ -143,6 +143,13 @@ class FlaxLanguageModel(ModuleFacts):
 
     # Not supported
 
+    def row_stages(self, stages: Any) -> NoReturn:
+        raise self._no_pipeline()
+
+    @property
+    def has_like_layers(self) -> NoReturn:
+        raise self._no_pipeline()
+
     def pipeline_specs(self, specs: Tree, stages: Any) -> NoReturn:
         raise self._no_pipeline()
 

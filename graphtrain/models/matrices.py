@@ -18,7 +18,8 @@ from sharding_rules.rules import Rules
 # Name scopes of the operations that exchange matrices.
 MUON_SCOPE, SOAP_SCOPE = "muon", "soap"
 
-STACK_AXES = ("virtual_stages", "layers", "dense_layers", "experts")  # of stacked parameters
+# of stacked parameters
+STACK_AXES = ("virtual_stages", "layers", "dense_layers", "unstaged_layers", "experts")
 # Axes that together are the rows, or the columns, of a matrix. Every other axis is one alone.
 _HEADS = {"heads", "kv_heads", "head_dim", "nope_head_dim", "rope_head_dim", "v_head_dim"}
 _LOOKED_UP = {"vocab", "positions"}  # of embeddings and the LM head

@@ -119,6 +119,13 @@ class NativeModel:
         names = () if moe is None else routing.metric_names(moe)
         return (*names, "mtp_loss") if ahead else names
 
+    def row_stages(self, stages: Stages) -> Stages:
+        return stages
+
+    @property
+    def has_like_layers(self) -> bool:
+        return True
+
     def pipeline_specs(self, specs: Tree, stages: Stages) -> Tree:
         from graphtrain.models import pipeline_stages
 

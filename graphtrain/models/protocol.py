@@ -126,6 +126,18 @@ class LanguageModel(Protocol):
 
     # Pipeline parallelism
 
+    def row_stages(self, stages: Stages) -> Stages:
+        """Return the assignment to stages of the rows of arrays that stack layers.
+
+        A row is a layer; of layers that repeat after a period, it is a repetition.
+        """
+        ...
+
+    @property
+    def has_like_layers(self) -> bool:
+        """Return whether all layers can be in stages, and a row of stacked arrays is one layer."""
+        ...
+
     def pipeline_specs(self, specs: Tree, stages: Stages) -> Tree:
         """Return the ArraySpecs of the parameters that to_pipeline_layout returns."""
         ...

@@ -40,6 +40,7 @@ class SearchOptions:
     """Restrictions of the search for a kind of model."""
 
     stages: bool = True
+    period: int = 1  # layers after which they repeat; a stage holds whole repetitions
     context: bool = True
     remats: tuple[Remat, ...] = ("none", "attention", "dots", "full")
     arrays: Mapping[str, ArraySpec] | None = None  # parameters of a model that is not native
@@ -75,7 +76,7 @@ def _of_batch(
         batch = replace(program.batch, microbatches=sizes["stage"])
         for names in _rules(program, sizes):
             settings = replace(program, mesh=Mesh(**sizes), rules=names, batch=batch)
-            for pipeline in _pipelines(sizes["stage"], program):
+            for pipeline in _pipelines(sizes["stage"], program, choices.period):
                 resolved = resolve(replace(settings, pipeline=pipeline), load_rules)
                 try:
                     weights = shard_weights(resolved)
@@ -137,7 +138,7 @@ def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[
         if indivisible_size(model, tensor):
             continue
         for stage in divisors(devices // tensor, model.layers):
-            if model.layers % stage or (stage > 1 and not choices.stages):
+            if stage > 1 and (model.layers % (stage * choices.period) or not choices.stages):
                 continue
             for context in divisors(devices // tensor // stage, widest):
                 copies = devices // tensor // stage // context
@@ -196,12 +197,12 @@ def _variants(program: ResolvedProgram, remats: tuple[Remat, ...]) -> Iterator[R
             yield program.with_settings(varied_settings)
 
 
-def _pipelines(stages: int, program: Program) -> Iterator[PipelineSettings]:
+def _pipelines(stages: int, program: Program, period: int) -> Iterator[PipelineSettings]:
     """Yield pipeline schedules; GPipe is the circular one with one virtual stage."""
     if stages == 1:
         yield PipelineSettings()
         return
-    for virtual in divisors(program.model.layers // stages, _MAX_VIRTUAL_STAGES):
+    for virtual in divisors(program.model.layers // (stages * period), _MAX_VIRTUAL_STAGES):
         # 1F1B splits the LM head's positions over the stages.
         if program.batch.seq_len % stages == 0 and virtual <= _MAX_INTERLEAVED_STAGES:
             yield PipelineSettings(schedule="1f1b", virtual_stages=virtual)

@@ -20,6 +20,7 @@ class TorchSearch:
     program: Program
     specs: dict[str, ArraySpec]
     not_tried: dict[str, str]  # families that the model does not support, with the reason
+    period: int = 1  # number of blocks after which they repeat; a stage holds whole repetitions
 
     @classmethod
     def of(cls, program: Program) -> TorchSearch:
@@ -31,16 +32,25 @@ class TorchSearch:
         from graphtrain.torch_frontend.pipeline_parts import parts_of
 
         not_tried = {"context": "not tried for PyTorch models; see docs/guides/torch.md, Attention"}
+        period = 1
         try:
-            parts_of(opened)
+            blocks = parts_of(opened).blocks
+            period = blocks.stack.period
+            if blocks.outside:
+                not_tried["stage"] = (
+                    f"not tried, because {blocks.which()}; "
+                    "set program.mesh.stage and program.pipeline.layers_per_stage"
+                )
         except ShardingError as error:
             not_tried["stage"] = f"not tried: {error}"
-        return cls(program, opened.specs(), not_tried)
+        return cls(program, opened.specs(), not_tried, period)
 
     @property
     def choices(self) -> SearchOptions:
         staged = "stage" not in self.not_tried
-        return SearchOptions(staged, context=False, remats=_REMATS, arrays=self.specs)
+        return SearchOptions(
+            staged, context=False, remats=_REMATS, arrays=self.specs, period=self.period
+        )
 
     def with_torch_model(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the native model replaced by the PyTorch model."""

@@ -75,6 +75,13 @@ class Stack:
         """Return the path of a stacked parameter, at a position of the period."""
         return f"{self.module_path(position)}/{name.replace('.', '/')}"
 
+    def rows_by_name(self, arrays: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return stacked arrays, given by path, per position of the period by name in a block."""
+        return [
+            {name: arrays[self.path(position, name)] for name in names}
+            for position, names in enumerate(self.parameters)
+        ]
+
     def parameter_names(self, position: int, name: str) -> list[str]:
         """Return that parameter's names in the module, one per row."""
         return [f"{self.name}.{number}.{name}" for number in self.blocks_at(position)]

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks, list_lengths
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.model import OpenedModel, open_model
 from graphtrain.torch_frontend.parity import stored_parity
+from graphtrain.torch_frontend.staged_blocks import StagedBlocks, span
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import TorchModel
+    from sharding_rules.pipeline import Stages
 
 
 def _blocks_text(blocks: Stack | UnrolledBlocks, length: int) -> str:
@@ -26,12 +28,31 @@ def _blocks_text(blocks: Stack | UnrolledBlocks, length: int) -> str:
     return f"{which} traced one by one, because {blocks.reason}"
 
 
-def describe(model: TorchModel, store: Path) -> Iterator[str]:
+def _stages_text(opened: OpenedModel, stages: Stages) -> Iterator[str]:
+    """Yield which blocks are outside of the pipeline stages, and what that costs."""
+    blocks = StagedBlocks.of(opened)
+    if not blocks.outside:
+        return
+    held, largest = blocks.stack.numbers, max(stages.layers)
+    yield (
+        f"pipeline stages: {span(held[0], held[-1])} of {blocks.stack.name}; "
+        f"{', '.join(blocks.places())}, which every device stores and computes for 1/"
+        f"{stages.stages} of the microbatches"
+    )
+    if blocks.outside > largest:
+        yield (
+            f"pipeline stages: the {blocks.outside} blocks outside of them are more than the "
+            f"{largest} of a stage; fewer stages, or fsdp, take less memory"
+        )
+
+
+def describe(model: TorchModel, store: Path, stages: Stages | None) -> Iterator[str]:
     """Yield lines on the front end, the scanned blocks, and axes that were inferred from shapes.
 
     Args:
         model: settings.
         store: directory of the cache, which may have the model's parity record.
+        stages: pipeline stages; None without.
     """
     parity = stored_parity(model, store)
     if parity is not None and parity.strict and model.front_end == "auto":
@@ -42,6 +63,8 @@ def describe(model: TorchModel, store: Path) -> Iterator[str]:
     lengths = list_lengths(opened.block_lists)
     for blocks in opened.block_lists:
         yield f"{blocks.name}: {_blocks_text(blocks, lengths[blocks.name])}"
+    if stages is not None:
+        yield from _stages_text(opened, stages)
     if names := sorted(opened.untrained):
         others = f" and {len(names) - 1} others" if len(names) > 1 else ""
         yield f"{names[0]}{others}: get no gradient, so they stay as they are"

@@ -96,6 +96,20 @@ class TorchLanguageModel(ModuleFacts):
         balance = self.opened().balance
         return () if balance is None else balance.metric_names
 
+    def row_stages(self, stages: Stages) -> Stages:
+        opened = self.opened()
+        from graphtrain.torch_frontend import pipeline_parts
+
+        return pipeline_parts.parts_of(opened).blocks.rows(stages)
+
+    @property
+    def has_like_layers(self) -> bool:
+        opened = self.opened()
+        from graphtrain.torch_frontend import pipeline_parts
+
+        blocks = pipeline_parts.parts_of(opened).blocks
+        return blocks.stack.period == 1 and not blocks.outside
+
     def pipeline_specs(self, specs: Tree, stages: Stages) -> Tree:
         opened = self.opened()
         from graphtrain.torch_frontend import pipeline_parts

@@ -52,7 +52,6 @@ class StopForward(Exception):
 class ScanHooks:
     """Hooks on a module's blocks; by default a stack is one scan."""
 
-    before_blocks: Callable[[Scan], None] = lambda scan: None  # called before the first block
     # Returns the hidden state after the last block of a stack.
     run_blocks: Callable[[Scan], jax.Array] = lambda scan: scan.run()
     # Context in which a block outside of all stacks runs, by the name of the block.
@@ -104,10 +103,7 @@ def scanning_blocks(
             members = list(module.get_submodule(block_list.name))  # pyright: ignore[reportArgumentType]
             blocks = [members[number] for number in block_list.numbers]
             if isinstance(block_list, Stack):
-                rows = [
-                    {name: arrays[block_list.path(position, name)] for name in names}
-                    for position, names in enumerate(block_list.parameters)
-                ]
+                rows = block_list.rows_by_name(arrays)
                 scan = Scan(block_list, blocks, rows, environment, remat, verify, through)
                 replacements = [
                     scan.replacement_forward(number) for number in range(block_list.count)
@@ -180,8 +176,6 @@ class Scan:
         if number < self.stack.period:
             self.calls.append(_Call(args[1:], kwargs))
             self.describe(position)
-            if number == 0:
-                self.through.before_blocks(self)
         elif not _same_arguments(
             (args[1:], kwargs), (self.calls[position].args, self.calls[position].kwargs)
         ):
@@ -280,15 +274,9 @@ class Scan:
         return jax.random.split(key, (self.stack.rows, self.stack.period))
 
     def block_arguments(self) -> list[jax.Array]:
-        """Return the arrays that the first block gets in addition to the hidden state."""
-        call = self.calls[0]
-        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        """Return the arrays that blocks get in addition to the hidden state."""
+        leaves = pytree.tree_leaves([(call.args, call.kwargs) for call in self.calls])
         return [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)]
-
-    def arrays_by_name(self, arrays: Arrays) -> Arrays:
-        """Return stacked arrays by name inside a block instead of by path, for a period of 1."""
-        (names,) = self.stack.parameters
-        return {name: arrays[self.stack.path(0, name)] for name in names}
 
     def scan_rows(
         self, hidden: jax.Array, rows: Any, keys: jax.Array, real: jax.Array | None = None

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 _SOURCES = (
     *("adapted_parameter.py", "adapters.py", "attention.py", "axes.py"),
     *("block_ranges.py", "blocks.py"),
-    *("bridge.py", "decode.py", "expert_loops.py"),
+    *("bridge.py", "decode.py", "dependencies.py", "expert_loops.py"),
     "experts.py",
     *("functions.py", "hf_attention.py", "image_pixels.py", "image_positions.py", "image_text.py"),
     *("joint.py", "language_model.py", "load_balancing.py"),
-    *("meta_module.py", "model.py", "names.toml", "pipeline_parts.py", "private_torch.py"),
+    *("meta_module.py", "model.py", "names.toml", "partial_runs.py"),
+    *("pipeline_parts.py", "private_torch.py"),
     *(
         "quantized_modules.py",
         "random_operations.py",
@@ -37,6 +38,7 @@ _SOURCES = (
         "segmented_attention.py",
         "silent_failures.py",
         "source.py",
+        "staged_blocks.py",
         "strict.py",
     ),
     "transformers_model.py",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphtrain.checkpoints.layer_rows import StackedArray, read_reordered_part
+from graphtrain.checkpoints.layer_rows import read_reordered_part, stacked_pair
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Program, Run
 from graphtrain.models.lora.quantize import QuantizationKind, block_size, quantize
@@ -159,8 +159,9 @@ def _part_in_stages(
     if stages is None or array.shape == shape:  # as many rows, in order
         return array[index]
     layers = tuple(range(sum(stages.layers)))
-    in_order = StackedArray(path, array.shape, layers, is_stacked=True)
-    target = StackedArray(path, shape, stages.rows, is_stacked=True)
+    pair = stacked_pair(path, (array.shape, shape), (layers, stages.rows))
+    assert pair is not None, f"{path}: {array.shape} are not the layers of {shape}"
+    in_order, target = pair
     return read_reordered_part(target, in_order, index, lambda part: array[part], array.dtype)
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from graphtrain.models.lora.quantize import fake_quantize
 from graphtrain.models.lora.trainable import CODES, LORA_A, LORA_B
 from graphtrain.weights.base import recorded_folder, verify_base
-from graphtrain.weights.torch_modules import HuggingFaceWeights, block_rows
+from graphtrain.weights.stacked_orders import block_rows
+from graphtrain.weights.torch_modules import HuggingFaceWeights
 
 if TYPE_CHECKING:
     from graphtrain.config.resolve import ResolvedProgram
@@ -53,8 +54,7 @@ def merged_reader(
     saved, frozen = fully_trained_paths(opened, adapter), frozen_arrays(opened, program)
 
     def rows(path: str, stored: str) -> np.ndarray:
-        array = restore(stored)
-        return block_rows(array, program.stages) if opened.is_stacked(path) else array[None]
+        return block_rows(opened, path, restore(stored), program.stages)
 
     def merged(path: str) -> np.ndarray:
         if path in saved:

@@ -27,6 +27,7 @@ from graphtrain.weights.peft import (
     peft_scale,
     read_adapter_config,
 )
+from graphtrain.weights.stacked_orders import layer_count, stacked_orders
 from graphtrain.weights.torch_modules import rows_of
 from lowering.trees import Tree, flatten
 
@@ -228,9 +229,11 @@ class _Form(NamedTuple):
 
 def _forms(shape: tuple[int, ...], stages: Stages | None, least: int = 2) -> list[_Form]:
     """Return the forms in which an array of this shape may be stored."""
-    leading = 2 if stages is not None and stages.rounds > 1 else 1
-    layers = shape[0] if stages is None else sum(stages.layers)
-    forms = [_Form(shape[leading:], layers), _Form(shape, None)]
+    stacked = [
+        _Form(shape[leading:], layer_count(order))
+        for order, leading in stacked_orders(shape, stages)
+    ]
+    forms = [*dict.fromkeys(stacked), _Form(shape, None)]
     return [form for form in forms if least <= len(form.shape) <= 3]
 
 

@@ -24,7 +24,8 @@ from graphtrain.weights.peft import (
     name_within_layer,
     split_targets,
 )
-from graphtrain.weights.torch_modules import block_rows, unpadded_module
+from graphtrain.weights.stacked_orders import block_rows
+from graphtrain.weights.torch_modules import unpadded_module
 
 if TYPE_CHECKING:
     from graphtrain.config.resolve import ResolvedProgram
@@ -85,7 +86,7 @@ def _tensors_and_config(
 
     def rows(path: str, stored: str) -> np.ndarray:
         array = restore_array(checkpoints, step, f"parameters/{stored}")
-        return block_rows(array, program.stages) if opened.is_stacked(path) else array[None]
+        return block_rows(opened, path, array, program.stages)
 
     tensors: dict[str, np.ndarray] = {}
     whole: list[str] = []  # names of parameters that are trained in full

@@ -9,8 +9,13 @@ from pathlib import Path
 import numpy as np
 
 import lowering
-from graphtrain.checkpoints.layer_order import layer_order_of
-from graphtrain.checkpoints.layer_rows import Index, LayerRows, StackedArray, read_reordered_part
+from graphtrain.checkpoints.layer_order import Shape, layer_order_of
+from graphtrain.checkpoints.layer_rows import (
+    Index,
+    StackedArray,
+    read_reordered_part,
+    stacked_pair,
+)
 from graphtrain.config.resolve import ResolvedProgram, layer_rows
 from graphtrain.config.schema import Model, Program
 from graphtrain.errors import TrainingError
@@ -20,6 +25,7 @@ from graphtrain.weights.merged import MergedWeights
 from graphtrain.weights.sources import HF_FILES, WeightSource
 from lowering.trees import Tree, flatten, unflatten
 from lowering.xla import distributed
+from sharding_rules.pipeline import LayerRows
 
 
 def relaid_parameters(
@@ -50,9 +56,10 @@ def relaid_parameters(
         merged = MergedWeights(_ResidentAdapter(trained, parameters, base.directory), base)
         fill = lowering.backend(program.target).from_shards
         return load_initial_parameters(merged, program, described, fill)
-    arrays, order = flatten(parameters), layer_order_of(program)
-    rows = order.reordering_from(layer_order_of(trained).rows)
-    leaves = flatten(described)
+    arrays, leaves = flatten(parameters), flatten(described)
+    order = layer_order_of(program)
+    shapes = [(arrays[path].shape, tuple(like.shape)) for path, like in leaves.items()]
+    rows = order.reordering_from(layer_order_of(trained).rows, shapes)
     same = {
         path
         for path, like in leaves.items()
@@ -67,8 +74,8 @@ def relaid_parameters(
         array = on_host(path)
         if rows is None:
             return array[index]
-        is_stacked = array.shape != shape if order.by_shape else None
-        return _reordered(path, shape, index, array, rows, is_stacked)
+        stored, wanted = _orders(path, (array.shape, shape), rows, by_shape=order.by_shape)
+        return read_reordered_part(wanted, stored, index, lambda part: array[part], array.dtype)
 
     others = {path: like for path, like in leaves.items() if path not in same}
     moved: Tree = {}
@@ -86,18 +93,21 @@ def _check_alone(purpose: str) -> None:
         )
 
 
-def _reordered(
+def _orders(
     path: str,
-    shape: tuple[int, ...],
-    index: Index,
-    array: np.ndarray,
+    shapes: tuple[Shape, Shape],
     rows: tuple[LayerRows, LayerRows],
-    is_stacked: bool | None,
-) -> np.ndarray:
-    """Return a part of an array whose layers are in another order."""
-    stored = StackedArray(path, array.shape, rows[0], is_stacked)
-    wanted = StackedArray(path, shape, rows[1], is_stacked)
-    return read_reordered_part(wanted, stored, index, lambda part: array[part], array.dtype)
+    *,
+    by_shape: bool,
+) -> tuple[StackedArray, StackedArray]:
+    """Return an array in the order of its layers of both programs."""
+    if not by_shape:
+        return StackedArray(path, shapes[0], rows[0]), StackedArray(path, shapes[1], rows[1])
+    pair = stacked_pair(path, shapes, rows) if shapes[0] != shapes[1] else None
+    return pair or (
+        StackedArray(path, shapes[0], rows[0], is_stacked=False),
+        StackedArray(path, shapes[1], rows[1], is_stacked=False),
+    )
 
 
 class _ResidentAdapter:

@@ -25,6 +25,7 @@ from graphtrain.weights.files import numpy_dtype_of
 from graphtrain.weights.finite import ExportedValues, count_not_finite, require_finite
 from graphtrain.weights.padded_parts import is_stored_unpadded, padded_part, zeros_of
 from graphtrain.weights.quantized_files import open_hugging_face
+from graphtrain.weights.stacked_orders import block_rows, layer_count, stacked_orders
 from graphtrain.weights.writer import MAX_FILE_BYTES, SafetensorsWriter
 from lowering.machine.extras import optional_import
 from lowering.machine.target import Target
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from graphtrain.torch_frontend.meta_module import MetaModule
     from graphtrain.torch_frontend.model import OpenedModel
     from graphtrain.weights.published import PublishedFiles
-    from sharding_rules.pipeline import Stages
+    from sharding_rules.pipeline import LayerRows, Stages
 
 PartReader = Callable[[str, tuple[int, ...], Index], np.ndarray]
 Fill = Callable[[Tree, PartReader], Tree]
@@ -243,15 +244,14 @@ class HuggingFaceWeights:
         """Return the name of an array's tensor, or an array of the names of its rows."""
         dotted = path.replace("/", ".")
         available_names = set(self._folder.names)
-        leading = 2 if stages is not None and stages.rounds > 1 else 1
-        count = sum(stages.layers) if stages is not None else shape[0] if shape else 0
         # Some folders omit the first component.
         for name in (dotted, dotted.partition(".")[2], _RENAMED.get(dotted, dotted)):
             if name in available_names and self._has_shape(name, shape):
                 return name
-            for rows in rows_of(name, count, available_names):
-                if all(self._has_shape(row, shape[leading:]) for row in rows):
-                    return _in_layer_order(rows, shape[:leading], stages)
+            for order, leading in stacked_orders(shape, stages):
+                for rows in rows_of(name, layer_count(order), available_names):
+                    if all(self._has_shape(row, shape[leading:]) for row in rows):
+                        return _in_layer_order(rows, shape[:leading], order)
         module_name = dotted.split(".")[-2:][0]  # a parameter of the root module has no owner
         similar_names = [
             name for name in available_names if name.rpartition(".")[0].endswith(module_name)
@@ -303,9 +303,8 @@ def _refuse(names: list[str], directory: Path) -> None:
         )
 
 
-def _in_layer_order(names: list[str], shape: tuple[int, ...], stages: Stages | None) -> np.ndarray:
+def _in_layer_order(names: list[str], shape: tuple[int, ...], order: LayerRows) -> np.ndarray:
     """Arrange names in the run's order of layer rows; None for padding rows."""
-    order = range(len(names)) if stages is None else stages.rows
     ordered = [None if row is None else names[row] for row in order]
     return np.array(ordered, object).reshape(shape)
 
@@ -448,19 +447,9 @@ def _exported_rows(
         return merged_reader(program, opened, directory, restore)
 
     def rows(path: str) -> np.ndarray:
-        array = restore(path)
-        return block_rows(array, program.stages) if opened.is_stacked(path) else array[None]
+        return block_rows(opened, path, restore(path), program.stages)
 
     return rows
-
-
-def block_rows(array: np.ndarray, stages: Stages | None) -> np.ndarray:
-    """Return one row per block, in order, of an array that may be ordered for a pipeline."""
-    if stages is None:
-        return array
-    rows = [stages.rows.index(block) for block in range(sum(stages.layers))]
-    leading = 2 if stages.rounds > 1 else 1
-    return array.reshape(len(stages.rows), *array.shape[leading:])[rows]
 
 
 def _write_config(model: TorchModel, destination: Path, dtype: str) -> str:

@@ -32,6 +32,7 @@ from lowering.pipeline.schedule import (
 from lowering.tracing.constrain import manual_axes
 from lowering.tracing.recording import Recorded, zero_slots
 from lowering.trees import Tree
+from sharding_rules.errors import ShardingError
 
 
 def one_f_one_b_gradients(
@@ -60,7 +61,16 @@ def recorded_one_f_one_b(
     Returns:
         Objective and metrics, gradients of the trained parameters, activations, and the gradients
         of the objective with respect to activations.
+
+    Raises:
+        ShardingError: `last` needs all positions of a sequence.
     """
+    if pipeline.last_mixes_positions:
+        raise ShardingError(
+            'pipeline.schedule = "1f1b" splits what follows the stages over them by position, but '
+            "the blocks behind the stages need all positions of a sequence; set it to "
+            '"circular" or "gpipe"'
+        )
     axes = pipeline.axes("1f1b", microbatches)
     ring, copies, manual = axes.ring, axes.copies, axes.all
     summed = {"stages": copies.all, "last": manual}

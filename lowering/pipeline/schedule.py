@@ -100,6 +100,7 @@ class Pipeline:
     )
     # A stage computes a ring's part of the positions, given only that part of x.
     splits_positions: bool = False
+    last_mixes_positions: bool = False  # `last` needs all positions of a sequence
     # Names of the arrays of a microbatch that every stage reads, with all positions, and the
     # context of these arrays in which a stage runs.
     read_by_stages: tuple[str, ...] = ()

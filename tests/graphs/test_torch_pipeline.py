@@ -48,7 +48,7 @@ CASES = {
     "gpt2, 1f1b": ("gpt2", ONE_ONE, CUBE),
     "mixtral, 1f1b": ("mixtral", ONE_ONE, Mesh(data=2, stage=2, expert=2)),
 }
-DEEP = {"llama": {"num_hidden_layers": 4}, "gpt2": {"n_layer": 4}, "gemma2": {}, "mixtral": {}}
+DEEP = {"llama": {"num_hidden_layers": 4}, "gpt2": {"n_layer": 4}, "mixtral": {}}
 MODULES = Path(__file__).parents[1] / "extras/torch_models/modules.py"
 
 
@@ -124,9 +124,7 @@ def test_what_stages_cannot_pass_through_is_refused_with_the_reason(use, words):
         build_graph(resolve(of), "train")
 
 
-def test_blocks_that_no_stage_can_take_are_refused_with_the_reason(folder):
-    with pytest.raises(ShardingError, match="repeat only every 2"):
-        lower(in_stages(folder, "gemma2", PipelineSettings(), Mesh(data=4, stage=2)), "train")
+def test_blocks_that_no_stage_can_take_are_refused_with_the_reason():
     numbered = TorchModel(torch=f"{MODULES}:Blocks", vocab=16, overrides={"use": "numbered"})
     of = dataclasses.replace(
         of_module(PipelineSettings(layers_per_stage=(2, 2)), Mesh(data=4, stage=2)), model=numbered
@@ -214,6 +212,3 @@ def test_a_search_ranks_strategies_of_a_model_of_transformers(folder):
     assert found.rejected["tensor 4"] == "does not divide vocab = 4098"
     best = next(one for one in found.ranked if one.mesh.axes["stage"] == 4)
     assert plan_program(best.program).mesh == best.mesh
-
-    alternating = dataclasses.replace(of, model=imported(folder, "gemma2"))
-    assert "repeat only every 2" in search(alternating, keep=1).rejected["stage"]

@@ -81,6 +81,29 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": _HEADS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "olmoe": _LLAMA | {"num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": _HEADS
+    | {
+        "num_hidden_layers": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "deepseek_v3": _PLAIN
+    | {
+        "num_hidden_layers": 6,
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+    },
 }
 
 

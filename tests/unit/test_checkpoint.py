@@ -107,3 +107,15 @@ def test_a_directory_whose_name_is_no_number_is_no_checkpoint(tmp_path):
     for name in ("3", "²", "3.orbax-checkpoint-tmp", "-1"):
         (tmp_path / name).mkdir()
     assert saved_steps(tmp_path) == [3]
+
+
+def test_rows_in_order_are_read_with_an_axis_of_virtual_stages(tmp_path):
+    rows = (0, 1, 2, 3)
+    layers = {"layers": {"mlp": jax.device_put(np.arange(8.0).reshape(4, 2))}}
+    checkpoints = Checkpoints(tmp_path, Retention(1), LayerOrder(rows, from_shards))
+    checkpoints.save(1, {"parameters": layers}, {})
+    checkpoints.wait()
+    rounds = jax.tree.map(lambda array: array.reshape(2, 2, 2), layers)
+    restored = checkpoints.restore(1, {"parameters": described(rounds)}).state["parameters"]
+    checkpoints.close()
+    np.testing.assert_array_equal(restored["layers"]["mlp"], rounds["layers"]["mlp"])

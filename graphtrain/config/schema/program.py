@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Discriminator, Tag, ValidationError
 from pydantic.dataclasses import dataclass
 
-from graphtrain.config.hf_config import layer_count
+from graphtrain.config.hf_config import layer_count, layers_in_front
 from graphtrain.config.schema.adapter import Adapter
 from graphtrain.config.schema.batch import Batch
 from graphtrain.config.schema.dump import Dump
@@ -317,7 +317,9 @@ def check_pipeline(program: Program, stages: int) -> Stages:
 
 
 def _layers_of(program: Program) -> int:
-    """Return the number of layers of a model.
+    """Return the number of layers that the stages divide.
+
+    An imported model may have others in front of the stages and behind them.
 
     Raises:
         ShardingError: the settings do not state it.
@@ -327,11 +329,14 @@ def _layers_of(program: Program) -> int:
         return model.layers
     if isinstance(model, FlaxModel):
         raise ShardingError("model.flax has no pipeline stages; set mesh.stage = 1")
-    configured_layers = model.hf and layer_count(model.hf, model.overrides)
-    layers = configured_layers or sum(program.pipeline.layers_per_stage or ())
-    if not layers:
+    total = model.hf and layer_count(model.hf, model.overrides)
+    given = sum(program.pipeline.layers_per_stage or ())
+    if given and (not total or given < total):
+        return given  # the module decides whether the other layers can be outside of the stages
+    if not total:
         raise ShardingError(
             f"the number of layers of model.{'hf' if model.hf else 'torch'} is unknown before the "
             "model is built; set pipeline.layers_per_stage, for example [6, 6]"
         )
-    return layers
+    assert model.hf is not None
+    return total if given else total - layers_in_front(model.hf, model.overrides)

@@ -27,8 +27,10 @@ from graphtrain.graphs.build import build_graph
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import module_with_weights
+from graphtrain.torch_frontend.staged_blocks import StagedBlocks
 from lowering.trees import Tree, flatten
 from lowering.xla import backend as xla
+from sharding_rules.pipeline import divide_layers
 
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-4
 
@@ -45,10 +47,10 @@ def check_tensor(model: TorchModel, folder: Path) -> str:
 
 def check_stage(model: TorchModel, folder: Path) -> str:
     """Compare two pipeline stages with one device."""
-    lists = open_model(model).block_lists
-    blocks = lists[0].count if len(lists) == 1 else 2
+    blocks = StagedBlocks.of(open_model(model)).stack
     # Configurations of some families do not say how many blocks are in a decoder.
-    pipeline = PipelineSettings(layers_per_stage=(blocks - blocks // 2, blocks // 2))
+    held = tuple(rows * blocks.period for rows in divide_layers(blocks.rows, 2).layers)
+    pipeline = PipelineSettings(layers_per_stage=held)
     return _check(model, Mesh(stage=2), "cpu:2", microbatches=2, pipeline=pipeline)
 
 

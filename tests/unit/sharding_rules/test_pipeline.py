@@ -8,6 +8,7 @@ from sharding_rules.pipeline import (
     check_microbatches,
     divide_layers,
     pass_of,
+    rows_of_periods,
     slot_of,
     stored_stage_inputs,
     tick_count,
@@ -36,6 +37,24 @@ def test_rows_hold_layers_in_order_with_zeros_where_a_chunk_is_short():
     stages = divide_layers(4, 2, 1, given=(3, 1))
     assert stages.rows == (0, 1, 2, 3, None, None)
     assert stages.padding_fraction == pytest.approx(2 / 6)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "count", "rows"),
+    [
+        ((4, 4), 4, (0, 1, 2, 3)),  # a period of 2
+        ((4, 2), 4, (0, 1, 2, None)),
+        ((4, 2), 8, (0, 1, 2, 3, 4, 5, None, None)),  # a period of 1
+        ((4, 2), 2, None),  # no stage holds 2 of 4
+        ((3, 2), 3, None),
+        ((3, 3), 4, None),
+    ],
+)
+def test_rows_of_layers_that_repeat_are_their_repetitions(chunks, count, rows):
+    stages = divide_layers(sum(chunks), 2, 1, given=chunks)
+    assert rows_of_periods(stages.rows, count) == rows
+    if rows is not None:
+        assert stages.in_periods(len(stages.rows) // count).rows == rows
 
 
 @pytest.mark.parametrize(
