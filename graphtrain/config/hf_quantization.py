@@ -28,6 +28,7 @@ class WeightQuantization:
     block: tuple[int, int] | None = None  # rows and columns of a scale; None: a tensor, or a row
     scale_suffix: str = "_scale_inv"  # of the tensor of scales, after the name of the weight
     scales_are_exponents: bool = False  # whether scales stored as integers are e8m0 exponents
+    experts_are_fp4: bool = False  # whether integers with scales are pairs of e2m1 values
 
 
 def read_quantization(config: Mapping[str, Any]) -> WeightQuantization | None:
@@ -48,7 +49,7 @@ def read_quantization(config: Mapping[str, Any]) -> WeightQuantization | None:
     if method == "mxfp4":
         return WeightQuantization("mxfp4")
     if method == "fp8":
-        return _fine_grained(settings)
+        return _fine_grained(settings, config)
     if method == "compressed-tensors":
         return _compressed(settings)
     name = f"{QUANTIZATION_CONFIG}.quant_method"
@@ -57,18 +58,26 @@ def read_quantization(config: Mapping[str, Any]) -> WeightQuantization | None:
     )
 
 
-def _fine_grained(settings: Mapping[str, Any]) -> WeightQuantization:
-    """Return the quantization of DeepSeek-V3 and kin, "fp8"."""
-    for name, supported in (("expert_dtype", "fp8"), ("fmt", "e4m3")):
-        if (value := settings.get(name, supported)) != supported:
+def _fine_grained(settings: Mapping[str, Any], config: Mapping[str, Any]) -> WeightQuantization:
+    """Return the quantization of DeepSeek-V3 and kin, "fp8".
+
+    DeepSeek-V4 states the dtype of its experts beside quantization_config.
+    """
+    experts = settings.get("expert_dtype", config.get("expert_dtype") or "fp8")
+    for name, value, supported in (
+        ("expert_dtype", experts, ("fp8", "fp4")),
+        ("fmt", settings.get("fmt", "e4m3"), ("e4m3",)),
+    ):
+        if value not in supported:
             raise WeightsError(
                 f"config.json: {QUANTIZATION_CONFIG}.{name} = {value!r} is not supported, only "
-                f"{supported!r} is: {_ADVICE}"
+                f"{' and '.join(map(repr, supported))}: {_ADVICE}"
             )
     return WeightQuantization(
         "fp8",
         _block(settings.get("weight_block_size"), "weight_block_size"),
         scales_are_exponents=settings.get("scale_fmt") == "ue8m0",
+        experts_are_fp4=experts == "fp4",
     )
 
 
@@ -79,6 +88,13 @@ def _compressed(settings: Mapping[str, Any]) -> WeightQuantization:
             f"config.json: {QUANTIZATION_CONFIG}.format = {form!r} of compressed-tensors is not "
             f"supported; {_SUPPORTED}: {_ADVICE}"
         )
+    for name in ("transform_config", "sparsity_config"):
+        value = settings.get(name)
+        if value and value != {"format": "dense"}:
+            raise WeightsError(
+                f"config.json: {QUANTIZATION_CONFIG}.{name} is not supported: these weights are "
+                f"rotated or sparse, and others than the model's; {_ADVICE}"
+            )
     groups = settings.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, Mapping) else []
     weights = [one.get("weights") if isinstance(one, Mapping) else None for one in schemes]

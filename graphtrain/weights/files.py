@@ -123,6 +123,10 @@ class SafetensorsFiles:
         array = np.fromfile(entry.path, self.dtype(name), count, offset=entry.offset)
         return array.reshape(entry.shape)
 
+    def path(self, name: str) -> Path:
+        """Return the file that an array is in."""
+        return self._entries[name].path
+
     def code(self, name: str) -> str:
         """Return the dtype as the format writes it, for example F8_E4M3."""
         return self._entries[name].code

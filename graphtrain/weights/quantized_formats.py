@@ -1,4 +1,4 @@
-"""Dequantization of weights that are published in FP8 and MXFP4.
+"""Dequantization of weights that are published in FP8, FP4 and MXFP4.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.2 (e4m3, e2m1) and 5.4 (e8m0).
 """
@@ -43,11 +43,39 @@ def dequantize_fp8(codes: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np
         DamagedValues: a value or scale is NaN, a scale is infinite or negative, or zero before a
             value that is not, or a result is too large for the dtype.
     """
-    if not (np.isfinite(scales) & (scales >= 0)).all():
-        raise DamagedValues("a scale that is NaN, infinite or negative")
+    _check_scales(scales)
     values = _E4M3[codes]
     if np.isnan(values).any():
         raise DamagedValues("an e4m3 value of 0x7f or 0xff, which is NaN")
+    return _scaled(values, scales, dtype)
+
+
+def dequantize_fp4(
+    pairs: np.ndarray, columns: slice, scales: np.ndarray, dtype: np.dtype
+) -> np.ndarray:
+    """Multiply e2m1 values by their scales in float32, and round once.
+
+    Args:
+        pairs: two values in a byte, the lower four bits first, uint8, (rows, bytes).
+        columns: of the values in these bytes.
+        scales: float32, (rows, columns).
+        dtype: of the result.
+
+    Raises:
+        DamagedValues: as of `dequantize_fp8`.
+    """
+    _check_scales(scales)
+    values = _PAIRS[pairs].reshape(len(pairs), 2 * pairs.shape[1])[:, columns]
+    return _scaled(values, scales, dtype)
+
+
+def _check_scales(scales: np.ndarray) -> None:
+    if not (np.isfinite(scales) & (scales >= 0)).all():
+        raise DamagedValues("a scale that is NaN, infinite or negative")
+
+
+def _scaled(values: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Multiply values in place by their scales, and round the products."""
     if not scales.all() and ((scales == 0) & (values != 0)).any():
         raise DamagedValues("a scale of zero for values that are not zero")
     with np.errstate(over="ignore"):

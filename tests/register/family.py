@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 from family_checks.generation import check_generate
 from family_checks.meshes import check_expert, check_fsdp, check_stage, check_tensor
+from family_checks.states import choose_optimization
 from family_checks.tiny import VOCAB, tiny_config
 from family_checks.training import check_training
 from family_checks.weights import check_weights
@@ -49,6 +50,7 @@ def main(family: str, folder: Path, checks: Sequence[str]) -> None:
     """Run the checks in order; a family that cannot be traced gets no others."""
     warnings.simplefilter("ignore")
     folder.mkdir(parents=True, exist_ok=True)
+    choose_optimization(family)
     jax.devices()  # as many as the flags say; else the first target would decide
     jax.config.update("jax_default_matmul_precision", "highest")
     try:

@@ -83,7 +83,7 @@ def test_blocks_of_fp8_are_read_in_any_part_and_may_be_incomplete(tmp_path, dtyp
 
 
 def test_large_matrices_are_dequantized_in_several_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("graphtrain.weights.quantized_files._CHUNK", 50)
+    monkeypatch.setattr("graphtrain.weights.quantized_weights._CHUNK", 50)
     codes, scales = fp8_codes((11, 21)), RANDOM.random((3, 3), np.float32)
     files = folder(tmp_path, {"w": (codes, "F8_E4M3"), "w_scale_inv": scales}, FP8, dtype="float32")
     large = np.repeat(np.repeat(scales, 4, 0), 8, 1)[:11, :21]
@@ -194,16 +194,61 @@ REFUSED = {
     "awq": ({"quant_method": "awq"}, "'awq' .* save it with save_pretrained"),
     "nothing": ({}, "quant_method = None"),
     "a list": ([], "quantization_config is not an object"),
-    "fp4 experts": (FP8 | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
+    "int4 experts": (FP8 | {"expert_dtype": "int4"}, "expert_dtype = 'int4'"),
     "e5m2": (FP8 | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
     "blocks": (FP8 | {"weight_block_size": [0, 8]}, r"weight_block_size = \[0, 8\] is not a pair"),
     "packed": (COMPRESSED | {"format": "pack-quantized"}, "format = 'pack-quantized'"),
+    "rotated": (COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}}, "rotated"),
+    "sparse": (COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config is not"),
     "no groups": (COMPRESSED, "config_groups is not supported"),
     "integers": (
         COMPRESSED | {"config_groups": {"a": {"weights": {"num_bits": 8, "type": "int"}}}},
         "weights of .*'int'",
     ),
 }
+
+
+UNDECLARED = {
+    "no fp8": (None, {"w": W}, r"model.safetensors: w is stored in FP8 .*no quantization_config"),
+    "no mxfp4": (None, {"a.w_blocks": B, "a.w_scales": P}, "a.w_blocks is stored in MXFP4"),
+    "mxfp4 as fp8": (FP8, {"a.w_blocks": B, "a.w_scales": P}, "MXFP4 .* quant_method = 'fp8'"),
+    "fp8 as mxfp4": (MXFP4, {"w": W}, "w is stored in FP8 .* quant_method = 'mxfp4'"),
+    "gptq": (None, {"a.qweight": (np.ones(2, np.int32), "I32")}, "a.qweight is stored in GPTQ"),
+    "bytes": (FP8, {"a.weight": P}, "a.weight is stored in bytes"),
+    "e5m2": (FP8, {"w": (W[0], "F8_E5M2")}, "w is in FP8 as e5m2; only e4m3 is read"),
+    "only scales": (MXFP4, {"a.w_scales": P}, "a.w_scales is of MXFP4 and a.w_blocks is missing"),
+    "both": (MXFP4, {"a.w_blocks": B, "a.w_scales": P, "a.w": S}, "two sources of one array"),
+    "two scales": (
+        FP8,
+        {"a.weight": W, "a.weight_scale_inv": S, "a.scale": S},
+        "a.weight is in FP8 and has the scales a.weight_scale_inv and a.scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNDECLARED)
+def test_tensors_that_contradict_the_configuration_are_refused_by_name(tmp_path, kind):
+    quantization, tensors, message = UNDECLARED[kind]
+    with pytest.raises(WeightsError, match=message):
+        folder(tmp_path, tensors, quantization)
+
+
+@pytest.mark.parametrize("beside", [{"expert_dtype": "fp4"}, {}])
+def test_experts_in_fp4_with_the_scales_of_deepseek_v4(tmp_path, beside):
+    """The dtype of experts may be beside quantization_config, or in it."""
+    pairs = RANDOM.integers(0, 256, (6, 32), np.uint8)
+    powers = RANDOM.integers(118, 130, (6, 2), np.uint8)
+    codes = np.stack([pairs & 15, pairs >> 4], -1).reshape(6, 64)
+    expected = E2M1[codes] * np.repeat(2.0 ** (powers.astype(int) - 127), 32, 1)
+    tensors = {"e.w1.weight": (pairs.view(np.int8), "I8"), "e.w1.scale": (powers, "F8_E8M0")}
+    quantization = FP8 | ({} if beside else {"expert_dtype": "fp4"})
+    files = folder(tmp_path, tensors, quantization, dtype="float32", **beside)
+    assert files.names == ("e.w1.weight",)
+    every_part(files, "e.w1.weight", expected.astype(np.float32))
+    with pytest.raises(WeightsError, match=r"e\.w1\.weight is stored in bytes"):
+        folder(tmp_path, tensors, FP8)
+    with pytest.raises(WeightsError, match=r"w1.scale has shape .* with blocks of \(1, 32\)"):
+        folder(tmp_path, tensors | {"e.w1.scale": (powers[:3], "F8_E8M0")}, FP8, expert_dtype="fp4")
 
 
 @pytest.mark.parametrize("kind", REFUSED)

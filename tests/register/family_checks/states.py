@@ -24,11 +24,19 @@ OPTIMIZER = Optimizer(epsilon=1e-5, clip_norm=0.0, weight_decay=DECAY)
 UNOPTIMIZED: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):
     UNOPTIMIZED["xla_cpu_use_fusion_emitters"] = False  # compiled in a fraction of the time
+# Families whose gradients are NaN in the code that LLVM makes without optimization, and only there.
+_OPTIMIZED = ("xlstm",)
 ROWS, LENGTH = 4, 12
 
 
 class Mismatch(Exception):
     """A result that is not that of PyTorch, of transformers, or of one device."""
+
+
+def choose_optimization(family: str) -> None:
+    """Set the compiler options of a family's programs, which its process makes from now on."""
+    if family in _OPTIMIZED:
+        UNOPTIMIZED["xla_backend_optimization_level"] = 1
 
 
 def program(model: TorchModel, *, microbatches: int = 1, **settings: Any) -> Program:
