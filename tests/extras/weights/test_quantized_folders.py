@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from quantized_folders import quantize
+from family_checks.tiny import tiny_config
+from quantized_folders import quantize, quantize_deepseek_v4
 from safetensors.torch import load_file
 from transformers.integrations import finegrained_fp8, mxfp4
 
@@ -154,6 +155,27 @@ def test_values_are_those_of_the_functions_of_transformers(published, tmp_path):
         ours = torch.from_numpy(files.read(name).view(np.int16)).view(torch.bfloat16)
         assert torch.equal(ours, theirs), name
     assert compared >= 4
+
+
+def test_deepseek_v4_with_experts_in_fp4_has_the_weights_of_transformers(tmp_path):
+    config = json.loads(tiny_config("deepseek_v4")) | {"dtype": "bfloat16"}
+    config |= {"moe_intermediate_size": 32, "o_lora_rank": 16, "num_hidden_layers": 2}
+    config |= {name: config[name][:2] for name in ("layer_types", "mlp_layer_types")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = TorchModel(hf=str(tmp_path), vocab=config["vocab_size"], dtype="float32", remat="none")
+    torch.manual_seed(0)
+    factory(model)().bfloat16().save_pretrained(tmp_path)
+    quantize_deepseek_v4(tmp_path)
+    dequantize = transformers.FineGrainedFP8Config(
+        dequantize=True, expert_dtype="fp4", scale_fmt="ue8m0"
+    )
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=dequantize, dtype="auto"
+    )
+    values = {name: one.detach().float().numpy() for name, one in loaded.state_dict().items()}
+    found = read(model, tmp_path)
+    for name, array in stack_weights(open_model(model), values).items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
 def test_a_model_with_another_quantization_is_refused_by_name(published, tmp_path):
