@@ -25,8 +25,11 @@ from lowering.machine.toolchain import version
 from sharding_rules.documents import DocumentError, read_object
 
 FILE = "machine-profiles.json"
-_VERSION = 2
+_VERSION = 3
 BUSY = 0.1  # share of the cores that others may use; above it, times are theirs, too
+# Bytes from which on the arrays of an operation are taken to come from memory: they were written a
+# layer or a step ago, while a measurement that repeats one operation finds them in the cache.
+CACHED_BYTES = 1 << 18
 RUNS = 5  # of every measurement, of which the median counts
 _Positive = Annotated[float, Field(gt=0, lt=1e9)]
 _Share = Annotated[float, Field(ge=0, lt=1e9)]

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from graphtrain.cost_model.machine_profile import (
+    CACHED_BYTES,
     MachineProfile,
     MeasuredCollective,
     MeasuredProduct,
 )
+from lowering.hlo.loop_work import UNMEASURED
 
 if TYPE_CHECKING:
     from lowering.hlo.collectives import Collective
@@ -24,9 +26,6 @@ if TYPE_CHECKING:
     from lowering.hlo.work import Product, ProgramWork
 
 _NEAREST = 4  # measured products whose rates are averaged
-# Bytes from which on a loop's arrays are taken to come from memory: they were written a layer or a
-# step ago, while a measurement repeats one loop and finds them in the cache.
-_CACHED = 1 << 18
 
 
 class MissingKind(LookupError):
@@ -147,9 +146,12 @@ def loop_seconds(loop: LoopWork, profile: MachineProfile) -> float:
 
     Raises:
         MissingKind: the profile lacks a kind of the loop's functions.
+        KeyError: no profile has the kind.
     """
     costs = {one.kind: one.seconds for one in profile.functions}
     for kind, _ in loop.elements:
+        if kind.startswith(UNMEASURED):
+            raise KeyError(kind)
         if kind not in costs:
             raise MissingKind(kind)
     functions = sum(count * costs[kind] for kind, count in loop.elements)
@@ -165,7 +167,7 @@ def _seconds_per_byte(size: int, profile: MachineProfile) -> float:
     points = sorted((one.bytes, one.seconds / one.bytes) for one in profile.memory)
     if not points:
         raise KeyError("streams of memory")
-    if size > _CACHED:
+    if size > CACHED_BYTES:
         size = max(size, points[-1][0])
     return _interpolated([math.log2(at) for at, _ in points], [y for _, y in points], size)
 

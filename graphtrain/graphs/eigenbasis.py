@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.schema import Optimizer
+from lowering.tracing.control_flow import stated_frequency
 
 Arrays = dict[str, jax.Array]
 
@@ -97,7 +98,8 @@ def _next_bases(
 
     is_due = count % frequency == 0
     branch = jnp.where(count == 0, 2, jnp.where(is_due, 1, 0))
-    return jax.lax.switch(branch, (keep, iterate, begin), bases, nu)
+    with stated_frequency(1, frequency):
+        return jax.lax.switch(branch, (keep, iterate, begin), bases, nu)
 
 
 def _power_iteration(square: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:

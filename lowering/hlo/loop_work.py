@@ -38,6 +38,10 @@ FUNCTIONS = {
     "pad": "concatenate",
     "rng-bit-generator": "random",
 }
+# Calls of LAPACK that profiles have. Others are of a kind that nothing measures.
+_LAPACK = re.compile(r'custom_call_target="lapack_[sdcz](\w+?)_ffi"')
+FACTORIZATIONS = {"geqrf": "qr", "orgqr": "qr", "syevd": "eigh"}
+UNMEASURED = "LAPACK's "
 _SLICES = ("dynamic-slice", "slice", "gather")
 _THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose")
 # Kinds of moves, the one that takes longest first.
@@ -186,7 +190,15 @@ def _kind(computation: Computation, one: Instruction) -> str | None:
         return _kind_of_move(computation, one)
     if opcode in ("reduce", "reduce-window"):
         return "reduce"
+    if lapack := _lapack_routine(one):
+        return FACTORIZATIONS.get(lapack, UNMEASURED + lapack)
     return "arithmetic"
+
+
+def _lapack_routine(one: Instruction) -> str | None:
+    """Return the routine of LAPACK that an instruction calls, without the letter of its dtype."""
+    called = _LAPACK.search(one.rest) if one.opcode == "custom-call" else None
+    return called and called[1]
 
 
 def _kind_of_move(computation: Computation, one: Instruction) -> str | None:
@@ -230,8 +242,13 @@ def _minor(shape: str) -> int | None:
 
 
 def _computed(computation: Computation, one: Instruction) -> int:
-    """Return the number of elements that an instruction computes; of a reduction, that it reads."""
+    """Return the number of elements that an instruction computes; of a reduction, that it reads.
+
+    Of a factorization, the elements of its matrices, times the smaller of their sizes.
+    """
     shapes = computation.operand_shapes(one)
+    if _lapack_routine(one) and shapes:
+        return _count(shapes[0]) * min(arrays(shapes[0])[0][1][-2:])
     if one.opcode in ("reduce", "reduce-window") and shapes:
         return _count(shapes[0])
     if one.opcode == "sort":

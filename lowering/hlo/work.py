@@ -52,8 +52,8 @@ class Product:
 class ProgramWork:
     """Work of one device in one step, with the trip counts of loops included."""
 
-    products: Mapping[Product, int]  # executions
-    loops: Mapping[LoopWork, int]
+    products: Mapping[Product, float]  # executions; of branches, the mean of a step
+    loops: Mapping[LoopWork, float]
     launches: int  # kernels started, without collectives
     iterations: int  # of while loops
     arrays: int  # inputs and outputs of the program
@@ -93,8 +93,8 @@ def read_work(text: str) -> ProgramWork:
     inputs = sum(one.opcode == "parameter" for one in entry.instructions.values())
     outputs = len(entry.instructions[entry.root].operands)
     return ProgramWork(
-        _in_whole_numbers(reader.products),
-        _in_whole_numbers(reader.loops),
+        _counts(reader.products),
+        _counts(reader.loops),
         round(reader.launches),
         round(reader.iterations),
         inputs + outputs,
@@ -153,8 +153,12 @@ class _Reader:
             self.loops[loop] += times
 
 
-def _in_whole_numbers(counts: Mapping[Work, Fraction]) -> dict[Work, int]:
-    return {work: rounded for work, count in counts.items() if (rounded := round(count))}
+def _counts(counts: Mapping[Work, Fraction]) -> dict[Work, float]:
+    """Return counts as numbers of JSON; those of branches may not be whole."""
+    return {
+        work: count.numerator if count.denominator == 1 else float(count)
+        for work, count in counts.items()
+    }
 
 
 def _partitions(instruction: Instruction) -> int:

@@ -6,6 +6,7 @@ computed; and on Neuron, a loop takes all of its iterations.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
 
@@ -45,8 +46,18 @@ def compute_in_turn(
     """
     if _traces_for("neuron", "ascend"):
         return jax.tree.map(partial(jnp.where, condition), compute(operand), otherwise(operand))
-    with jax.named_scope(f"taken_{taken[0]}_of_{taken[1]}"):
+    with stated_frequency(*taken):
         return jax.lax.cond(condition, compute, otherwise, operand)
+
+
+def stated_frequency(times: int, of: int) -> AbstractContextManager[None]:
+    """Return a scope that states how often the conditional in it takes the branch with the work.
+
+    Args:
+        times: Executions with the work.
+        of: All executions, of which plans count that part (lowering/hlo/conditionals.py).
+    """
+    return jax.named_scope(f"taken_{times}_of_{of}")
 
 
 def repeat_while(

@@ -15,6 +15,7 @@ from graphtrain.cost_model.machine_profile import MeasuredFunction, MeasuredStre
 _STREAMS = tuple(1 << power for power in (14, 17, 19, 20, 21, 23, 25))  # float32 elements
 _ELEMENTS = 1 << 18  # float32 elements that fit into the second cache
 _ROWS = 1024
+_ORDER = 192  # of matrices that are factored, as those of SOAP
 
 
 def measure_streams(launch: float, observe: Callable[[str], None]) -> tuple[MeasuredStream, ...]:
@@ -89,6 +90,8 @@ def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]]:
     matrix, keys = jnp.ones((_ROWS, 256)), jnp.arange(_ELEMENTS >> 4)[::-1]
     stacked, aliased = jnp.ones((4, _ROWS, 320)), jnp.ones((4, _ROWS, 512))
     narrow, heads = matrix.astype(jnp.bfloat16), jnp.ones((_ROWS, 5, 64), jnp.bfloat16)
+    squares = jnp.stack([jnp.eye(_ORDER) + 1 / (1 + jnp.arange(_ORDER))] * 2)
+    factored = _ORDER * squares.size
     indices = (jnp.arange(_ROWS) * 7919) % _ROWS
     return {
         "reduce": (lambda x: x.sum(1), (matrix,), matrix.size),
@@ -100,6 +103,8 @@ def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]]:
         "gather": (lambda x, i: x[i], (matrix, indices), matrix.size),
         "scatter": (lambda x, i: x.at[i].add(x), (matrix, indices), matrix.size),
         "random": (lambda k: jax.random.bits(k, (_ELEMENTS,)), (jax.random.key(0),), _ELEMENTS),
+        "qr": (jnp.linalg.qr, (squares,), 2 * factored),  # two calls of LAPACK
+        "eigh": (jnp.linalg.eigh, (squares,), factored),
         "sort": (jnp.argsort, (keys,), round(keys.size * jnp.log2(keys.size).item())),
     }
 

@@ -8,11 +8,12 @@ from dataclasses import asdict
 import jax
 import jax.numpy as jnp
 
-from graphtrain.api.measuring.timing import less, measure
-from graphtrain.cost_model.machine_profile import MeasuredProduct
+from graphtrain.api.measuring.timing import less, measure_in_turn
+from graphtrain.cost_model.machine_profile import CACHED_BYTES, MeasuredProduct
 
 # batch, rows, summed, columns. Products of training steps: of weights, of their gradients, of the
-# LM head, of the scores of attention and of scores with values.
+# LM head, of the scores of attention, of scores with values, and of the gradients of keys and
+# values.
 SHAPES = (
     (1, 32, 32, 32),
     (1, 128, 128, 128),
@@ -29,14 +30,17 @@ SHAPES = (
     (1, 1024, 8192, 512),
     (32, 128, 64, 128),
     (32, 128, 128, 64),
+    (32, 64, 128, 128),
     (32, 32, 256, 128),
     (8, 1024, 64, 1024),
     (8, 1024, 1024, 64),
+    (8, 64, 1024, 1024),
 )
 # dtype of the operands in HLO and JAX, and of the sums
 _DTYPES = {"f32": ("float32", "float32"), "bf16": ("bfloat16", "float32"), "s8": ("int8", "int32")}
 # A CPU without instructions for 8 bits takes 50 times as long: one shape of each kind is enough.
 _FEW = (SHAPES[1], SHAPES[2], SHAPES[5])
+_UNCACHED = 1 << 26  # bytes of operands that caches of a few cores do not hold together
 
 
 def measure_products(launch: float, observe: Callable[[str], None]) -> tuple[MeasuredProduct, ...]:
@@ -58,15 +62,25 @@ def _measure(
     name: str, batch: int, rows: int, summed: int, columns: int, *, launch: float
 ) -> MeasuredProduct:
     dtype, sums = _DTYPES[name]
-    left = jnp.ones((batch, rows, summed), dtype)
-    right = jnp.ones((batch, summed, columns), dtype)
-    if batch == 1:
-        left, right = left[0], right[0]
+    shapes = (batch, rows, summed), (batch, summed, columns)
+    several = [
+        tuple(jnp.ones(shape if batch > 1 else shape[1:], dtype) for shape in shapes)
+        for _ in range(_sets_of_operands(batch, rows, summed, columns, jnp.dtype(dtype).itemsize))
+    ]
     precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
 
     def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.matmul(a, b, precision=precision, preferred_element_type=jnp.dtype(sums))
 
-    measured = less(measure(multiply, left, right), launch)
+    measured = less(measure_in_turn(multiply, several), launch)
     sizes = {"batch": batch, "rows": rows, "summed": summed, "columns": columns}
     return MeasuredProduct(**asdict(measured), dtype=name, **sizes)
+
+
+def _sets_of_operands(batch: int, rows: int, summed: int, columns: int, item: int) -> int:
+    """Return with how many operands in turn a product is measured.
+
+    In a step, large ones come from memory, as the arrays of loops do; small ones do not.
+    """
+    size = item * batch * summed * (rows + columns)
+    return 1 if size <= CACHED_BYTES else max(2, _UNCACHED // size)

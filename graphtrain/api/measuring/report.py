@@ -19,7 +19,7 @@ def lines(profile: MachineProfile) -> Iterator[str]:
     yield f"{profile.processor}, {profile.cores} cores: {profile.source}"
     clock = "processor time" if profile.machine == "cpu" else "time by the clock"
     yield f"{clock}, median of {RUNS} runs; spread: (most - least) / median"
-    yield "matrix products of JAX arrays of ones, GFLOP/s of one core:"
+    yield "matrix products of JAX arrays of ones, the larger ones from memory, GFLOP/s of one core:"
     for one in profile.products:
         sizes = f"{one.batch} x {one.rows} x {one.summed} x {one.columns}"
         yield _line(f"{one.dtype} {sizes}", one.flops / one.seconds / 1e9, "GFLOP/s", one.spread)

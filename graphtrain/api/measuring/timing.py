@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,11 +27,23 @@ def measure(function: Callable[..., Any], *arguments: Any) -> Measured:
     return measure_compiled(compiled(function, *arguments), *arguments)
 
 
+def measure_in_turn(function: Callable[..., Any], several: Sequence[tuple[Any, ...]]) -> Measured:
+    """Return the seconds of one call of a function, with each of several arguments in turn.
+
+    Where they are together larger than the caches, each call reads its own from memory.
+    """
+    return _measure(compiled(function, *several[0]), several)
+
+
 def measure_compiled(program: Callable[..., Any], *arguments: Any) -> Measured:
     """Return the seconds of one call of a compiled function."""
-    _seconds(program, arguments, 1)  # the first call reads its memory for the first time
-    calls = max(1, round(_RUN_SECONDS / max(1e-6, _seconds(program, arguments, 2))))
-    seconds = [_seconds(program, arguments, calls) for _ in range(RUNS)]
+    return _measure(program, [arguments])
+
+
+def _measure(program: Callable[..., Any], several: Sequence[tuple[Any, ...]]) -> Measured:
+    _seconds(program, several, len(several))  # the first call reads memory for the first time
+    calls = max(1, round(_RUN_SECONDS / max(1e-6, _seconds(program, several, 2))))
+    seconds = [_seconds(program, several, calls) for _ in range(RUNS)]
     median = max(1e-9, statistics.median(seconds))
     return Measured(median, round((max(seconds) - min(seconds)) / median, 3))
 
@@ -50,11 +62,11 @@ def clock() -> Callable[[], float]:
     return time.process_time if jax.default_backend() == "cpu" else time.perf_counter
 
 
-def _seconds(program: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> float:
+def _seconds(program: Callable[..., Any], several: Sequence[tuple[Any, ...]], calls: int) -> float:
     now = clock()
     began = now()
     result = None
-    for _ in range(calls):
-        result = program(*arguments)
+    for call in range(calls):
+        result = program(*several[call % len(several)])
     jax.block_until_ready(result)
     return (now() - began) / calls

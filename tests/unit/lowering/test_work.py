@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lowering.hlo.loop_work import LoopWork, fused_work
+from lowering.hlo.loop_work import UNMEASURED, LoopWork, fused_work
 from lowering.hlo.text import parse
 from lowering.hlo.work import Product, ProgramWork, read_work
 from lowering.tracing.control_flow import compute_in_turn
@@ -163,3 +163,20 @@ def test_a_conditional_without_a_stated_number_counts_as_its_largest_branch_alwa
 
     text = jax.jit(step).lower(jnp.ones((64, 64)), True).compile().as_text()
     assert read_work(text).products == {Product(1, 64, 64, 64, "f32"): 1}
+
+
+def test_calls_of_lapack_count_as_factorizations_of_their_matrices():
+    def step(x):
+        return jnp.linalg.qr(x)[0], jnp.linalg.eigh(x)[1], jnp.linalg.cholesky(x)
+
+    text = jax.jit(step).lower(jnp.ones((3, 16, 16))).compile().as_text()
+    elements = {kind: count for loop in read_work(text).loops for kind, count in loop.elements}
+    assert elements["qr"] == elements["eigh"] == 3 * 16 * 16 * 16
+    assert elements[UNMEASURED + "potrf"] == 3 * 16 * 16 * 16
+
+
+def test_parts_of_an_execution_are_counted_and_kept_by_records():
+    text = jax.jit(lambda x: _in_a_loop_of_8(x, (1, 3))).lower(jnp.ones((64, 64))).compile()
+    work = read_work(text.as_text())
+    assert work.products == {Product(1, 64, 64, 64, "f32"): pytest.approx(8 / 3)}
+    assert ProgramWork.from_record(json.loads(json.dumps(work.to_record()))) == work

@@ -9,11 +9,16 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from graphtrain.api.measuring import loops, machine
+from graphtrain.api.measuring import loops, machine, products, timing
 from graphtrain.cli.doctor import command
-from graphtrain.cost_model.machine_profile import MeasuredFunction, this_machine
+from graphtrain.cost_model.machine_profile import (
+    CACHED_BYTES,
+    Measured,
+    MeasuredFunction,
+    this_machine,
+)
 from graphtrain.errors import PlanError
-from lowering.hlo.loop_work import FUNCTIONS
+from lowering.hlo.loop_work import FACTORIZATIONS, FUNCTIONS
 
 CPU = namedtuple("CPU", "user idle")
 WORKER = """#!/bin/sh
@@ -30,7 +35,35 @@ def test_every_kind_of_loops_is_measured(monkeypatch):
         monkeypatch.setattr(loops, name, lambda kind, *rest: replace(fake, kind=kind))
     measured = {one.kind for one in loops.measure_functions(0.0, lambda subject: None)}
     moves = {"transposed", "transposed_aliased", "transposed_alone", "permuted"}
-    assert measured == {*FUNCTIONS.values(), *moves, "arithmetic", "reduce", "to_bfloat16"}
+    functions = {*FUNCTIONS.values(), *FACTORIZATIONS.values()}
+    assert measured == {*functions, *moves, "arithmetic", "reduce", "to_bfloat16"}
+
+
+def test_products_of_large_operands_read_them_from_memory_and_small_ones_from_the_cache(
+    monkeypatch,
+):
+    given = {}
+
+    def measured(function, several):
+        given[several[0][0].shape, several[0][1].shape] = several
+        return Measured(1.0, 0.0)
+
+    monkeypatch.setattr(products, "measure_in_turn", measured)
+    for size in (64, 2048):
+        products._measure("f32", 1, size, size, size, launch=0.0)
+    (small,), large = given.values()
+    assert small[0].nbytes + small[1].nbytes <= CACHED_BYTES
+    assert sum(one.nbytes for operands in large for one in operands) >= 2**26
+    addresses = {one.unsafe_buffer_pointer() for operands in large for one in operands}
+    assert len(addresses) == 2 * len(large) > 2
+
+
+def test_arguments_are_given_in_turn(monkeypatch):
+    called = []
+    monkeypatch.setattr(timing, "compiled", lambda function, *arguments: function)
+    timing.measure_in_turn(called.append, [(0,), (1,), (2,)])
+    assert called[:3] == [0, 1, 2] and {*called} == {0, 1, 2}
+    assert called.count(2) > 1
 
 
 def test_a_busy_machine_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
