@@ -39,6 +39,11 @@ class Candidate:
         return self.estimated is not None
 
     @property
+    def is_timed(self) -> bool:
+        """Return whether its time is by a profile of the machine."""
+        return self.time is not None and self.time.measured is not None
+
+    @property
     def mesh(self) -> MeshShape:
         return self.program.mesh
 

@@ -26,7 +26,9 @@ def compile_best(
 
     Their memory is the compiler's, and their time is based on the compiled collectives. A candidate
     whose compiler is missing or failed keeps its estimate, and comes after those that were
-    compiled. Those that do not fit, or that tracing refuses, come last.
+    compiled. Where a profile of this machine times some steps and not others, the others come after
+    them with the reason: bounds do not compare with times. Those that do not fit, or that tracing
+    refuses, come last.
     """
     assessed: list[Candidate] = []
     queue = list(candidates[: max_count * COMPILATIONS_PER_STRATEGY])
@@ -44,8 +46,25 @@ def compile_best(
                 assessed.append(replace(candidate, refused=True, note=str(answer)))
             else:
                 assessed.append(candidate.compiled(answer))
-    return tuple(sorted(assessed, key=_order))
+    return tuple(sorted(_with_reasons(assessed), key=_order))
+
+
+def _with_reasons(assessed: Sequence[Candidate]) -> list[Candidate]:
+    """Return candidates with the reason why they have no time by the profile that others have."""
+    if not any(candidate.is_timed for candidate in assessed):
+        return [*assessed]
+    return [
+        replace(candidate, note=f"ranked after those with a time: {candidate.time.profile_note}")
+        if candidate.is_compiled and candidate.time and not candidate.is_timed
+        else candidate
+        for candidate in assessed
+    ]
 
 
 def _order(candidate: Candidate) -> tuple[object, ...]:
-    return not candidate.fits, not candidate.is_compiled, candidate.rank
+    return (
+        not candidate.fits,
+        not candidate.is_compiled,
+        not candidate.is_timed,
+        candidate.rank,
+    )

@@ -50,7 +50,7 @@ def compute_in_turn(
         return jax.lax.cond(condition, compute, otherwise, operand)
 
 
-def stated_frequency(times: int, of: int) -> AbstractContextManager[None]:
+def stated_frequency(times: int, of: int) -> AbstractContextManager[object]:
     """Return a scope that states how often the conditional in it takes the branch with the work.
 
     Args:

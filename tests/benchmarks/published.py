@@ -133,10 +133,9 @@ class Report:
     def _ranks(self) -> list[str]:
         pairs = [one.pairs for one in self.strategies]
         right, compared = (sum(counts) for counts in zip(*pairs, strict=True))
-        ranked = [one for one in self.strategies if one.correlation is not None]
         return [
             f"strategies of one source for one workload: {right} of {compared} pairs in order",
-            *(f"  rank correlation {one.correlation:+.2f}: {one.title}" for one in ranked),
+            *(f"  {_order(one)}: {one.title}" for one in self.strategies),
         ]
 
     def _worst_first(self) -> list[str]:
@@ -158,6 +157,16 @@ class Report:
                 for one in rows
             ),
         ]
+
+
+def _order(of: Strategies) -> str:
+    """Return in how far the strategies of a source are in order."""
+    if of.correlation is not None:
+        return f"rank correlation {of.correlation:+.2f} of {len(of.published)}"
+    if of.pairs[0]:
+        return "in order"
+    ratios = (f"{one[1] / one[0]:.3f}" for one in (of.published, of.predicted))
+    return "NOT in order, second over first published and predicted: {}, {}".format(*ratios)
 
 
 def _fractions(of: Achieved) -> str:

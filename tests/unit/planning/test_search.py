@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from graphtrain.cache import Cache
+from graphtrain.cost_model.measured_time import MeasuredTime, PartSeconds
 from graphtrain.errors import PlanError
 from graphtrain.planning import ranking
 from graphtrain.planning.assess import estimate
@@ -139,6 +140,31 @@ def test_what_does_not_fit_after_all_comes_last_and_another_is_compiled(vary, tm
     assert [one.memory.fits for one in rows] == [True, True, False]
     assert rows[-1].program == ranked[0].program
     assert {one.memory.source for one in rows} == {"compiler"}
+
+
+def test_a_step_that_the_profile_cannot_time_comes_after_those_that_it_can(
+    vary, tmp_path, compiled, monkeypatch
+):
+    """Its bound is far below their times."""
+    ranked = search(vary([]).settings).ranked[:3]
+    taken = MeasuredTime("", *(PartSeconds(clock=100.0) for _ in range(3)))
+
+    def answered(programs, cache, observe, *, jobs):
+        answers = {name: estimate(program) for name, program in programs.items()}
+        for index, (name, guess) in enumerate(answers.items()):
+            note = "no profile has measured x" if index == 0 else ""
+            time = replace(
+                guess.time, measured=None if note else taken, compute=index, profile_note=note
+            )
+            memory = replace(guess.memory, source="compiler")
+            answers[name] = replace(guess, memory=memory, time=time)
+        return answers
+
+    monkeypatch.setattr("graphtrain.planning.verify.compile_each", answered)
+    rows = compile_best(ranked, Cache(tmp_path), 3)
+    assert [one.program for one in rows] == [ranked[at].program for at in (1, 2, 0)]
+    assert rows[-1].note == "ranked after those with a time: no profile has measured x"
+    assert rows[-1].seconds < rows[0].seconds and not rows[0].note
 
 
 def test_rows_are_settings_and_say_whose_their_numbers_are(vary, tmp_path, compiled):
