@@ -1,6 +1,6 @@
 """Predicted beside measured steps on this CPU, after `graphtrain doctor --measure`.
 
-    python tests/benchmarks/calibration.py [--only NAME] [--json FILE]
+    python tests/benchmarks/calibration.py [--ranks] [--only NAME] [--json FILE]
 
 Twelve configurations of different sizes, meshes, dtypes, checkpointing and models. Each one is
 compiled, planned and trained in a process of its own: the median of five runs of four steps, in
@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from measuring import ENVIRONMENT, ROOT, finish
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "graphs"))
+from rank_correlation import spearman
 
 RUNS, STEPS = 5, 4
 TOLERANCE = 0.15  # of the measured processor time
@@ -59,11 +62,29 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[int, 
     "imported Llama": ("cpu:2", {"fsdp": 2}, {"hf": str(ROOT / "examples/hf-llama")}, (8, 128)),
 }
 SEEN = [*CONFIGURATIONS][:6]
+# Meshes of one model on 4 devices, of which a search would choose one.
+MESHES = {
+    " x ".join(f"{axis} {size}" for axis, size in mesh.items()): (
+        "cpu:4",
+        mesh,
+        LLAMA | {"remat": "dots"},
+        (16, 128),
+    )
+    for mesh in (
+        {"data": 4},
+        {"fsdp": 4},
+        {"context": 4},
+        {"data": 2, "fsdp": 2},
+        {"data": 2, "tensor": 2},
+        {"fsdp": 2, "tensor": 2},
+        {"data": 2, "context": 2},
+    )
+}
 
 
 def configuration(name: str) -> str:
     """Return the TOML of a configuration."""
-    target, mesh, model, (sequences, length) = CONFIGURATIONS[name]
+    target, mesh, model, (sequences, length) = (CONFIGURATIONS | MESHES)[name]
     return f"""
 [program]
 target = "{target}"
@@ -178,7 +199,8 @@ def table_row(name: str, row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", action="append", choices=[*CONFIGURATIONS])
+    parser.add_argument("--only", action="append", choices=[*CONFIGURATIONS, *MESHES])
+    parser.add_argument("--ranks", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -186,7 +208,7 @@ def main() -> None:
         print(json.dumps(measure(arguments.measure)))
         return
     rows = {}
-    for name in arguments.only or CONFIGURATIONS:
+    for name in arguments.only or (MESHES if arguments.ranks else CONFIGURATIONS):
         rows[name] = row = in_process(name)
         row["held_out"] = name not in SEEN
         row["error"] = row["predicted_processor"] / row["processor"] - 1
@@ -201,6 +223,14 @@ def main() -> None:
         "held_out_within": f"{len(within & held_out)} of {len(held_out)}",
         "median_error": statistics.median(errors.values()),
     }
+    if arguments.ranks:
+        summary |= {
+            f"rank_correlation_of_{kind}": spearman(
+                [row[kind] for row in rows.values()],
+                [row[f"predicted_{kind}"] for row in rows.values()],
+            )
+            for kind in ("processor", "clock")
+        }
     finish(summary | {"rows": rows}, arguments.json)
 
 

@@ -7,6 +7,7 @@ from itertools import combinations, groupby
 from typing import Any
 
 from published_fit import Fits, Prediction, achieved_of
+from rank_correlation import spearman
 
 _FEWEST = 3  # strategies, of which an order says something
 
@@ -54,20 +55,6 @@ def strategies_by_source(predictions: Sequence[Prediction], fitted: Fits) -> lis
             published, predicted = zip(*means, strict=True)
             found.append(Strategies(", ".join(map(str, workload[:4])), published, predicted))
     return found
-
-
-def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the correlation of ranks; 0 if all values of a sequence are equal."""
-    first, second = _ranks(one), _ranks(other)
-    if len({*first}) == 1 or len({*second}) == 1:
-        return 0.0
-    return statistics.correlation(first, second)
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    """Return the rank of each value; equal ones have the mean of theirs."""
-    ordered = sorted(values)
-    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
 
 
 def _grouped(

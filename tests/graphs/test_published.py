@@ -2,8 +2,9 @@
 
 import pytest
 from published_fit import fit, held_out_range, machines_table, predict_all
-from published_ranks import spearman, strategies_by_source
+from published_ranks import strategies_by_source
 from published_rows import flops_per_token, read_rows
+from rank_correlation import spearman
 
 from graphtrain.cost_model.traffic import bubble_of
 from graphtrain.planning.costs import PUBLISHED_RANGE
