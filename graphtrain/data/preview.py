@@ -65,14 +65,7 @@ def packing_report(prefix: str, length: int) -> str:
         isolate_documents=True,
         packing="best_fit",
         overlong="drop" if images else "truncate",
-        images=images
-        and RowImages(
-            images=images.most,
-            height=images.height,
-            width=images.width,
-            token=images.token,
-            tokens=images.tokens,
-        ),
+        images=images and RowImages.of(images.most, images),
     ).open(prefix)
     used_positions = int(np.minimum(sizes[sizes > 1] - 1, length).sum())
     share = used_positions / (len(packed) * packed.rows_per_index * length)

@@ -53,12 +53,4 @@ def row_images(program: Program) -> RowImages | None:
         ImportedModelError: config.json of the model is not that of a model of text and images.
     """
     layout = image_layout(program.model) if isinstance(program.model, TorchModel) else None
-    if layout is None:
-        return None
-    return RowImages(
-        images=layout.images,
-        height=layout.height,
-        width=layout.width,
-        token=layout.token,
-        tokens=layout.tokens,
-    )
+    return layout and RowImages.of(layout.images, layout)

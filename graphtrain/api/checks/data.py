@@ -107,8 +107,8 @@ def _problems_of(config: Config, prefix: str, setting: KeyPath) -> Iterator[Prob
     yield from _kind_problems(config, prefix, setting, description)
     images = description.images if description else None
     if (problem := image_problem(images, row_images(config.program))) is not None:
-        message, settings = f"{name}: {prefix} {problem}", (setting, ("program", "model", "images"))
-        yield Problem("data", message, settings)
+        settings = setting, _DIRECTORY, ("program", "model", "images")
+        yield Problem("data", f"{name}: {prefix} {problem}", settings)
 
 
 def _vocabulary_problems(

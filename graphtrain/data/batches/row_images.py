@@ -1,9 +1,25 @@
 """Images that the rows of a batch have room for, and whether a dataset suits them."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import Protocol
 
 from graphtrain.data.indexed.images import ImageSettings
 from graphtrain.errors import DataError
+
+
+class ImageSizes(Protocol):
+    """Sizes of each image, as a dataset or a model states them."""
+
+    @property
+    def height(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def token(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +31,17 @@ class RowImages:
     width: int
     token: int  # id of the placeholder
     tokens: int  # placeholders of an image
+
+    @classmethod
+    def of(cls, images: int, each: ImageSizes) -> RowImages:
+        """Return room for so many images of these sizes."""
+        return cls(
+            images=images,
+            height=each.height,
+            width=each.width,
+            token=each.token,
+            tokens=each.tokens,
+        )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -35,11 +62,14 @@ def check_images(prefix: str, images: ImageSettings | None, rows: RowImages | No
     """
     problem = image_problem(images, rows)
     if problem is not None:
-        raise DataError(f"{prefix}: {problem}")
+        raise DataError(f"{prefix} {problem}")
 
 
 def image_problem(images: ImageSettings | None, rows: RowImages | None) -> str | None:
-    """Say why a program does not take the images of a dataset, and what to set; None if it does."""
+    """Say why a program does not take the images of a dataset, and what to set; None if it does.
+
+    The dataset is the subject of the sentence.
+    """
     if rows is None:
         return images and (
             "was prepared with --processor, for images, but program.model.images = 0; set it to at "
@@ -53,14 +83,14 @@ def image_problem(images: ImageSettings | None, rows: RowImages | None) -> str |
         )
     if (images.height, images.width) != (rows.height, rows.width):
         return (
-            f"its images have {images.height} x {images.width} pixels (height x width), but the "
+            f"has images of {images.height} x {images.width} pixels (height x width), but the "
             f"program takes {rows.height} x {rows.width}; set program.model.image_size = "
             f"[{images.height}, {images.width}], or prepare the dataset with --image-size "
             f"{rows.height} {rows.width}"
         )
     if (images.token, images.tokens) != (rows.token, rows.tokens):
         return (
-            f"an image is {images.tokens} tokens of id {images.token}, but in the model "
+            f"has {images.tokens} tokens of id {images.token} for an image, but the model needs "
             f"{rows.tokens} of id {rows.token}; prepare the dataset with --processor and the "
             "folder of the model. If it was, patch_size, num_additional_image_tokens and "
             "vision_feature_select_strategy in its processor_config.json do not fit its config.json"

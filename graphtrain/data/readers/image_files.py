@@ -78,10 +78,29 @@ def _check_header(image: Any, where: str) -> None:
             f"{where}: has the mode {image.mode}, whose values do not fit into 8 bits for each "
             "channel; convert it to RGB"
         )
+    if _has_deep_channels(image):
+        raise DataError(
+            f"{where}: has 16 bits for each channel, of which only 8 would be read; save it with 8"
+        )
     if (
         getattr(image, "is_animated", False) and image.format != "MPO"
     ):  # of an MPO, the first counts
         raise DataError(f"{where}: has {image.n_frames} frames; save one of them as an image")
+
+
+def _has_deep_channels(image: Any) -> bool:
+    """Return whether a file stores 16 bits for each channel of a mode of 8 bits, as a PNG may.
+
+    Pillow tells its decoder how values are stored ("RGB;16B") or, in a PPM, the largest of them.
+    """
+    arguments = [part for tile in getattr(image, "tile", ()) for part in _as_tuple(tile[3])]
+    largest = [part for part in arguments if image.format == "PPM" and isinstance(part, int)]
+    is_deep = any(isinstance(part, str) and ";16" in part for part in arguments)
+    return is_deep or max(largest, default=0) > 255
+
+
+def _as_tuple(value: Any) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _too_many_pixels() -> str:

@@ -207,9 +207,9 @@ def test_a_size_that_the_processor_does_not_keep_is_refused(
         prepare(root, name, records, tmp_path / "data", image_size=size)
 
 
-def png_of(width, height):
-    """Return a small PNG whose header says that it has so many pixels."""
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+def png_of(width, height, bits=8, content=b""):
+    """Return an RGB PNG whose header says that it has so many pixels."""
+    header = struct.pack(">IIBBBBB", width, height, bits, 2, 0, 0, 0)
 
     def chunk(name, content):
         checked = name + content
@@ -219,7 +219,7 @@ def png_of(width, height):
     return (
         signature
         + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IDAT", content or zlib.compress(b""))
         + chunk(b"IEND", b"")
     )
 
@@ -244,6 +244,12 @@ BROKEN = {
     "deep.png": (
         lambda path: Image.fromarray(np.full((8, 8), 4096, np.uint16)).save(path),
         "has the mode I;16, whose values do not fit into 8 bits"),
+    "deep_rgb.png": (
+        lambda path: path.write_bytes(png_of(1, 1, 16, zlib.compress(bytes(7)))),
+        "has 16 bits for each channel, of which only 8 would be read"),
+    "deep.ppm": (
+        lambda path: path.write_bytes(b"P6 1 1 65535\n" + bytes(6)),
+        "has 16 bits for each channel"),
     "moving.gif": (save_frames, "has 2 frames; save one of them"),
     "thin.png": (lambda path: Image.new("RGB", (900, 4)).save(path), "aspect ratio"),
     "missing.png": (lambda path: None, "no such file; paths of images are relative to the file"),
