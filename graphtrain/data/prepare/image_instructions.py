@@ -24,6 +24,7 @@ from graphtrain.data.readers.image_files import check_image_file, read_image
 from graphtrain.data.readers.tables import TABLE_SUFFIXES
 from graphtrain.data.tokenizers.open import load_tokenizer
 from graphtrain.data.tokenizers.protocol import Tokenizer
+from graphtrain.data.tokenizers.special_tokens import end_document
 from graphtrain.errors import DataError
 from graphtrain.files import content_digest
 from lowering.machine import host
@@ -179,6 +180,8 @@ class ImageConversationEncoder:
         (encoded,) = self.tokenizer.encode_with_offsets([rendered.text])
         spans = np.array(encoded.spans(rendered.spans), np.int32).reshape(-1)
         tokens, spans = begin_document(encoded.tokens, spans, making, self.tokenizer)
+        is_trained = making.train_on == "all"
+        tokens, spans = end_document(rendered.text, tokens, spans, self.tokenizer, is_trained)
         if (found := int((tokens == settings.token).sum())) != len(paths) * settings.tokens:
             raise DataError(
                 f"{place}: the tokenizer makes {found} placeholders of its {len(paths)} images, "

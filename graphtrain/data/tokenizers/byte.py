@@ -20,7 +20,7 @@ class ByteTokenizer:
     vocab = 257
     eod = 256
     bos = None
-    prefix = ()
+    prefix = suffix = ()
     digest = "bytes"
     chat_template = None
     special: Mapping[str, str] = {"eos_token": "<|endoftext|>"}

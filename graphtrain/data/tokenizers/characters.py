@@ -33,7 +33,7 @@ class CharacterTokenizer:
 
     kind = "chars"
     bos = None
-    prefix = ()
+    prefix = suffix = ()
     chat_template = None
     special: Mapping[str, str] = {"eos_token": "<|endoftext|>"}
     special_texts = ("<|endoftext|>",)

@@ -35,10 +35,10 @@ _EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
 class HuggingFaceTokenizer:
     """Tokenizer of a tokenizer.json; companion files are copied unchanged when it is saved.
 
-    Text is encoded without adding special tokens; `prefix` has those that the post-processor puts
-    before a text. Their settings in tokenizer_config.json (add_bos_token) do not count next to a
-    tokenizer.json, as in transformers 5. A special token spelled out in the text becomes
-    that token, as always with this library.
+    Text is encoded without adding special tokens; `prefix` and `suffix` have those that the
+    post-processor puts around a text. Their settings in tokenizer_config.json (add_bos_token) do
+    not count next to a tokenizer.json, as in transformers 5. A special token spelled out in the
+    text becomes that token, as always with this library.
 
     Args:
         definition: Content of the tokenizer.json.
@@ -69,7 +69,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         token_ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab: int = max(token_ids, default=-1) + 1  # token ids may have gaps
-        self.prefix, self._suffix = _tokens_of_post_processor(self._tokenizer)
+        self.prefix, self.suffix = _tokens_of_post_processor(self._tokenizer)
         self.eod: int | None = self._eod(eod)
         is_gpt2_split = splits_like_gpt2(json.loads(self._tokenizer.to_str()))
         self._words = WordCache(GPT2_WORDS_PATTERN, self._encode) if is_gpt2_split else None
@@ -159,8 +159,8 @@ class HuggingFaceTokenizer:
                     f"{self._name}: has no token {eod_text!r}; name another one with --eod-token"
                 )
             return token_id
-        if self._suffix:
-            return self._suffix[-1]
+        if self.suffix:
+            return self.suffix[-1]
         configured_tokens = [
             _end_of_sequence(self._companions[name], name)
             for name in COMPANION_FILES[:2]

@@ -41,6 +41,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def suffix(self) -> tuple[int, ...]:
+        """Ids that the tokenizer puts after a text by itself, as transformers does: its EOS."""
+        ...
+
+    @property
     def digest(self) -> str:
         """Digest of the tokenizer; equal digests give equal token ids for equal text."""
         ...

@@ -15,7 +15,11 @@ from graphtrain.data.tokenizers.offsets import (
     encode_with_special_tokens,
 )
 from graphtrain.data.tokenizers.piece_bytes import byte_of_piece
-from graphtrain.data.tokenizers.special_tokens import TOKENIZER_CONFIG, added_bos
+from graphtrain.data.tokenizers.special_tokens import (
+    TOKENIZER_CONFIG,
+    added_bos,
+    read_companion,
+)
 from graphtrain.data.tokenizers.word_cache import (
     WORD_PARTS_PATTERN,
     WORDS_PATTERN,
@@ -70,7 +74,7 @@ class SentencePieceTokenizer:
         self.eod: int | None = end if end >= 0 else None
         begin = self._processor.bos_id()
         self.bos: int | None = begin if begin >= 0 else None
-        self.prefix = self._prefix()
+        self.prefix, self.suffix = self._prefix(), self._suffix()
         self.digest = hashlib.sha256(model).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -86,6 +90,13 @@ class SentencePieceTokenizer:
         token_id = self.bos if piece is None else self._processor.piece_to_id(piece)
         is_piece = piece is not None and self._processor.id_to_piece(token_id) == piece
         return (token_id,) if is_piece else ()
+
+    def _suffix(self) -> tuple[int, ...]:
+        """Return the EOS that the tokenizer_config.json adds."""
+        fields = {} if self._config is None else read_companion(self._config, TOKENIZER_CONFIG)
+        if self.eod is None or fields.get("add_eos_token") is not True:
+            return ()
+        return (self.eod,)
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)

@@ -1,10 +1,12 @@
-"""Tokens that begin a document: those that a tokenizer adds, and those of --bos and --no-bos.
+"""Tokens at both ends of a document: those that a tokenizer adds, and those of --bos and --no-bos.
 
 BOS is written as transformers writes it: by the post-processor of tokenizer.json, else by
 add_bos_token of tokenizer_config.json.
 """
 
 from typing import Any
+
+import numpy as np
 
 from graphtrain.data.tokenizers.protocol import Tokenizer
 from graphtrain.errors import DataError
@@ -33,6 +35,33 @@ def document_prefix(tokenizer: Tokenizer, bos: bool | None) -> tuple[int, ...]:
             f"bos_token in its {TOKENIZER_CONFIG}"
         )
     return (tokenizer.bos,)
+
+
+def end_document(
+    text: str, tokens: np.ndarray, spans: np.ndarray, tokenizer: Tokenizer, is_trained: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Append what the tokenizer puts after a text by itself, as processors of transformers do.
+
+    They add neither BOS nor EOS to a conversation that begins with the text of BOS.
+
+    Args:
+        text: Conversation, as the chat template writes it.
+        tokens: Its tokens.
+        spans: Begin and end of each span to train on: (2 * spans,).
+        tokenizer: Has the suffix.
+        is_trained: Whether to train on the suffix.
+
+    Returns:
+        The tokens and the spans.
+
+    Source: `apply_chat_template` of ProcessorMixin of transformers
+    """
+    begin, suffix = tokenizer.special.get("bos_token"), tokenizer.suffix
+    if not suffix or (begin and text.startswith(begin)):
+        return tokens, spans
+    if is_trained:
+        spans = np.append(spans, np.array([len(tokens), len(tokens) + len(suffix)], np.int32))
+    return np.append(tokens, np.array(suffix, np.int32)), spans
 
 
 def added_bos(config: bytes, name: str, default: str) -> str | None:

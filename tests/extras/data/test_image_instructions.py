@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 from click.testing import CliRunner
 from PIL import Image
 
@@ -502,3 +503,36 @@ def test_the_command_says_which_options_go_together(root, tmp_path):
         command, ["prepare", str(tmp_path / "plain.jsonl"), "--output", str(tmp_path / "y")]
     )
     assert "prepare conversations with graphtrain data instruct" in str(plain.exception)
+
+
+def append_eos(folder):
+    """Let the tokenizer of a Llava put an EOS after every text."""
+    path = folder / "tokenizer.json"
+    definition = json.loads(path.read_text())
+    (token,) = (one for one in definition["added_tokens"] if one["content"] == "</s>")
+    processor = definition["post_processor"]
+    processor["single"].append({"SpecialToken": {"id": "</s>", "type_id": 0}})
+    processor["special_tokens"]["</s>"] = {"id": "</s>", "ids": [token["id"]], "tokens": ["</s>"]}
+    path.write_text(json.dumps(definition))
+
+
+@pytest.mark.parametrize("begin", ["", "<s>"])
+def test_an_eos_of_the_tokenizer_is_appended_as_by_the_processor(
+    root, pictures, records, tmp_path, begin
+):
+    write_llava(tmp_path / "llava")
+    append_eos(tmp_path / "llava")
+    template = tmp_path / "llava" / "chat_template.jinja"
+    template.write_text(begin + template.read_text())
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path / "llava", backend="pil")
+    for train_on in ("answers", "all"):
+        path = write_records(root / "ended.jsonl", records)
+        output = tmp_path / train_on
+        instruct_images([path], output, tmp_path / "llava", validation=0.0, train_on=train_on)
+        dataset, _, _ = open_images(output / "train")
+        for number, record in enumerate(records):
+            want = reference_of(processor, record, root)["input_ids"][0]
+            np.testing.assert_array_equal(dataset.document(number), want)
+            assert (want[-1] == processor.tokenizer.eos_token_id) == (not begin)
+            learned = LossSpans(dataset).mask(number, len(want))
+            assert learned[-1] == (train_on == "all" or bool(begin))

@@ -174,8 +174,8 @@ def test_best_fit_keeps_both_limits_and_is_the_plain_one_without_images(document
          r"document \d+ has 2 images, but a row takes program.model.images = 1; \d+ of 40 "
          'documents have more, at most 2; increase it, or set run.data.overlong to "drop"'),
         ({"images": RowImages(images=2, height=4, width=4, token=TOKEN, tokens=TOKENS)},
-         r"train has images of 2 x 4 pixels .* the program takes 4 x 4; set program.model.image_size = "
-         r"\[2, 4\], or prepare the dataset with --image-size 4 4"),
+         r"train has images of 2 x 4 pixels .* the program takes 4 x 4; set "
+         r"program.model.image_size = \[2, 4\], or prepare the dataset with --image-size 4 4"),
         ({"images": RowImages(images=2, height=2, width=4, token=7, tokens=TOKENS)},
          "has 4 tokens of id 255 for an image, but the model needs 4 of id 7"),
         ({"overlong": "truncate"}, '"truncate" would cut documents with images'),
