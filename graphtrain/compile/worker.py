@@ -30,11 +30,11 @@ from graphtrain.compile.memory_check import with_largest_arrays
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.config.identity import user_code
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
+from graphtrain.cost_model.native_equivalent import sizes_unknown
+from graphtrain.cost_model.tower import useful_step_flops
 from graphtrain.errors import PlanError
 from graphtrain.graphs.build import build_graph
 from graphtrain.graphs.names import DUMP, is_training_graph
-from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.torch_xla.graphs import ExtractedGraph
 from lowering.artifact import RECORD_VERSION, Artifact
 from lowering.errors import CompilerMissing, LoweringError, OutOfMemory
@@ -170,7 +170,7 @@ def _check_user_code(
 def _flops_per_token(program: ResolvedProgram) -> dict[str, float]:
     """Return the useful FLOPs per token by metric name; empty if the module does not show them."""
     try:
-        return useful_flops_per_token(with_native_model(program.settings))
+        return useful_step_flops(program.settings)
     except PlanError:
         return {}
 

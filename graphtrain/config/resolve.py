@@ -16,6 +16,7 @@ from graphtrain.config.schema import (
     check_pipeline,
     is_imported,
 )
+from graphtrain.config.tower import Tower
 from graphtrain.errors import PlanError
 from lowering.machine.target import Target
 from sharding_rules.mesh import MeshShape
@@ -39,6 +40,7 @@ class ResolvedProgram:
     rules: Rules
     stages: Stages | None  # None without a pipeline
     phases: tuple[Phase, ...] = ()  # of a run, before the part with these settings
+    tower: Tower | None = None  # of an estimate, beside the native model of a language model
 
     @property
     def run_settings(self) -> Program:

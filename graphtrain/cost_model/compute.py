@@ -7,12 +7,13 @@ every device of a mesh axis unless a rule splits it over that axis.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import is_imported
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.passes import Passes
+from graphtrain.cost_model.tower import projection_flops, tower_program
 from graphtrain.cost_model.update_flops import update_flops
 from graphtrain.models.flops import Part, forward_flops_by_part
 from graphtrain.models.grouped_matmul_support import (
@@ -68,12 +69,20 @@ def flops_by_part(
     """
     unneeded = _computed_experts(program)
     program = with_padding_layers(program)
-    tokens = program.batch.rows * program.batch.seq_len
     forward = forward_flops_by_part(program.model, program.batch.seq_len)
     if flash and masked:
         forward["attention scores"] /= 2
+    parts = _parts(program, forward, flash, unneeded)
+    return tuple(parts) if program.tower is None else _with_tower(program, parts)
+
+
+def _parts(
+    program: ResolvedProgram, forward: _Flops, flash: bool, unneeded: float = 1.0
+) -> list[PartFlops]:
+    """Return the parts of a step whose forward pass has these FLOPs per token."""
+    tokens = program.batch.rows * program.batch.seq_len
     recomputed = _recomputed(program, forward, flash)
-    return tuple(
+    return [
         PartFlops(
             name,
             model=flops * _passes(program, name) * tokens,
@@ -83,7 +92,29 @@ def flops_by_part(
             unneeded=unneeded if name == "MLP" else 1.0,
         )
         for name, flops in forward.items()
-    )
+    ]
+
+
+def _with_tower(program: ResolvedProgram, parts: list[PartFlops]) -> tuple[PartFlops, ...]:
+    """Return the parts with those of the vision tower in them; its projection is part of MLPs.
+
+    The patch embedding counts as the LM head of the tower's native model, and as an MLP here.
+    """
+    tower, of_tower = program.tower, tower_program(program)
+    assert tower is not None and of_tower is not None
+    forward = forward_flops_by_part(of_tower.model, round(tower.attended))
+    forward["MLP"] += forward.pop("LM head")
+    projected = projection_flops(tower) * of_tower.batch.rows * _passes(program, "MLP")
+    more = {part.name: part for part in _parts(of_tower, forward, flash=False)}
+
+    def added(part: PartFlops) -> PartFlops:
+        if part.name not in more:
+            return part
+        other = more[part.name]
+        model = part.model + other.model + projected * (part.name == "MLP")
+        return replace(part, model=model, recomputed=part.recomputed + other.recomputed)
+
+    return tuple(map(added, parts))
 
 
 def step_flops(program: ResolvedProgram, *, flash: bool, masked: bool = True) -> float:

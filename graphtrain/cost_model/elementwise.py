@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.sizes import DeviceSizes
+from graphtrain.cost_model.tower import tower_program
 from graphtrain.models.flops import is_gated
 
 # Passes over the layers: forward, and a backward pass that reads and writes twice as much.
@@ -27,10 +28,13 @@ def elementwise_bytes(program: ResolvedProgram, flash: bool) -> float:
     """
     sizes, microbatches = DeviceSizes.of(program), program.batch.microbatches
     again = program.model.remat == "full"
+    tower = tower_program(program)
+    of_tower = 0.0 if tower is None else elementwise_bytes(tower, flash=False)
     layers = (_PASSES + again) * sizes.layers * _layer(program, sizes)
     scores = 0.0 if flash else sizes.layers * _scores(sizes)
     scores *= _PASSES + (program.model.remat != "none")
-    return microbatches * (_REPEATS * layers + scores + _PASSES * _logits(program, sizes))
+    logits = _PASSES * _logits(program, sizes)
+    return microbatches * (_REPEATS * layers + scores + logits) + of_tower
 
 
 def _layer(program: ResolvedProgram, sizes: DeviceSizes) -> float:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.memory import saved_by_layers
+from graphtrain.cost_model.tower import tower_program
 from graphtrain.cost_model.weights import shard_weights
 
 
@@ -42,7 +43,9 @@ def offloaded_moments(program: ResolvedProgram) -> int:
     """Return the bytes of a device's optimizer moments that are in host memory."""
     if not program.optimizer.offload_to_host:
         return 0
-    return sum(weight.moment_bytes for weight in shard_weights(program))
+    tower = tower_program(program)
+    of_tower = 0 if tower is None else offloaded_moments(tower)
+    return sum(weight.moment_bytes for weight in shard_weights(program)) + of_tower
 
 
 def offloaded_activations(program: ResolvedProgram) -> float:

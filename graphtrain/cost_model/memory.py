@@ -9,6 +9,8 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Memory
 from graphtrain.cost_model.mixture_memory import ExpertSizes
 from graphtrain.cost_model.sizes import DeviceSizes
+from graphtrain.cost_model.tower import tower_program
+from graphtrain.cost_model.tower_memory import with_projection, with_tower
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.flops import is_gated
@@ -31,9 +33,18 @@ def memory(program: ResolvedProgram, weights: Sequence[ShardedWeight] | None = N
         program: the program.
         weights: result of shard_weights, if the caller has it.
     """
-    mesh = program.mesh
     if weights is None:
         weights = shard_weights(program)
+    of_layers, of_tower = _memory_of_layers(program, weights), tower_program(program)
+    if of_tower is None:
+        return of_layers
+    tower = with_projection(_memory_of_layers(of_tower, shard_weights(of_tower)), program)
+    return with_tower(program, of_layers, tower, _gradients(program, weights))
+
+
+def _memory_of_layers(program: ResolvedProgram, weights: Sequence[ShardedWeight]) -> Memory:
+    """Return the memory of a step of a native model, without a vision tower."""
+    mesh = program.mesh
     sizes = DeviceSizes.of(program)
     flash = step_uses_flash_kernel(program)
     activations = _saved_activations(program, sizes, flash)
@@ -76,7 +87,9 @@ def lower_bound(program: ResolvedProgram) -> int:
     if not program.optimizer.offload_to_host:
         state_bytes += sum(weight.moment_bytes for weight in weights)
     activations = _saved_activations(program, sizes, step_uses_flash_kernel(program))
-    return round(state_bytes + _one_gradient(program, weights) + activations)
+    tower = tower_program(program)
+    of_tower = 0 if tower is None else lower_bound(tower)
+    return round(state_bytes + _one_gradient(program, weights) + activations) + of_tower
 
 
 def largest(program: ResolvedProgram, count: int = 5) -> dict[str, int]:
@@ -100,6 +113,9 @@ def largest(program: ResolvedProgram, count: int = 5) -> dict[str, int]:
         bytes_by_name[f"{kind}/{weight.path}"] = weight.parameter_bytes
         if not weight.frozen and not program.optimizer.offload_to_host:
             bytes_by_name[f"optimizer moments of {weight.path}"] = weight.moment_bytes
+    if (tower := tower_program(program)) is not None:
+        of_tower = largest(tower, count)
+        bytes_by_name |= {f"vision tower: {name}": size for name, size in of_tower.items()}
     ranked = sorted(bytes_by_name, key=lambda name: bytes_by_name[name], reverse=True)
     return {name: round(bytes_by_name[name]) for name in ranked[:count]}
 

@@ -37,14 +37,14 @@ def with_native_model(program: Program) -> Program:
     native = _native(program)
     if native is None and isinstance(program.model, TorchModel) and program.model.images:
         raise PlanError(
-            "program.model.images: estimates do not count a vision tower; use graphtrain compile, "
-            "or inspect single arrays with --array"
+            "program.model.images: estimates know the vision towers of Llava and Qwen2.5-VL, and "
+            "not that of this model; use graphtrain compile, or inspect single arrays with --array"
         )
     if native is None:
         raise PlanError(
             "this estimate needs the sizes of a language model, and neither its configuration nor "
-            "a token embedding shows them (a vision tower is not estimated); use graphtrain "
-            "compile, or inspect single arrays with --array"
+            "a token embedding shows them; use graphtrain compile, or inspect single arrays with "
+            "--array"
         )
     if native is program.model:
         return program
@@ -107,4 +107,4 @@ def _native(program: Program, *, build: bool = True) -> Model | None:
         return None
     from graphtrain.torch_frontend.native_equivalent import native_equivalent
 
-    return native_equivalent(model) if build or model.hf is not None else None
+    return native_equivalent(model, build=build)

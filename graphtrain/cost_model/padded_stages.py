@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.native_equivalent import with_native_model
+from graphtrain.cost_model.tower import tower_of
 
 
 def with_padding_layers(program: ResolvedProgram) -> ResolvedProgram:
@@ -16,8 +17,9 @@ def with_padding_layers(program: ResolvedProgram) -> ResolvedProgram:
         PlanError: as with_native_model.
         ShardingError: layers or microbatches that do not fit the stages.
     """
-    given = program.stages
-    program = program.with_settings(with_native_model(program.settings))
+    given, tower = program.stages, program.tower or tower_of(program.settings)
+    native = program.with_settings(with_native_model(program.settings))
+    program = replace(native, tower=tower)
     if program.stages is None or given is None:
         return program
     outside = program.model.layers - sum(given.layers)

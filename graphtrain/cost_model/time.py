@@ -14,6 +14,7 @@ from graphtrain.cost_model.elementwise import elementwise_bytes
 from graphtrain.cost_model.host_transfers import exposed_seconds
 from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.cost_model.product_peaks import part_peak, step_peak
+from graphtrain.cost_model.tower import step_flops_of_tower, tower_of
 from graphtrain.models.flops import step_flops_per_token
 from lowering.machine.target import AT_PEAK, Achieved, Target
 from sharding_rules.mesh import MeshShape
@@ -92,8 +93,10 @@ def mfu(program: ResolvedProgram, seconds: float | None, *, causal: bool = False
     Source: Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311
     """
     peak = step_peak(program)
-    native = with_native_model(program.settings)
+    native, tower = with_native_model(program.settings), program.tower or tower_of(program.settings)
     useful = step_flops_per_token(native, causal=causal) * program.batch.tokens
+    if tower is not None:
+        useful += step_flops_of_tower(native, tower)
     return useful / (seconds * peak) if peak and seconds else None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.activation_traffic import activation_collectives
+from graphtrain.cost_model.tower import tower_program
 from graphtrain.cost_model.update_traffic import update_collectives
 from graphtrain.cost_model.weight_traffic import weight_collectives
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
@@ -32,6 +33,8 @@ def predict_collectives(
         *update_collectives(program, weights),
         *activation_collectives(program),
     ]
+    if (tower := tower_program(program)) is not None:
+        collectives += predict_collectives(tower)
     return tuple(
         collective
         for collective in collectives

@@ -7,6 +7,7 @@ import math
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Optimizer
 from graphtrain.cost_model.padded_stages import with_padding_layers
+from graphtrain.cost_model.tower import tower_program
 from graphtrain.cost_model.weights import shard_weights
 from graphtrain.models.matrices import MatrixGroup, group_matrices, is_hidden_matrix
 
@@ -31,7 +32,9 @@ def update_flops(program: ResolvedProgram) -> float:
     of_device = sum(
         _matrices_of_device(group) * of_matrix(*_sides(group), optimizer) for group in groups
     )
-    return of_device * program.target.devices
+    tower = tower_program(with_padding_layers(program))
+    of_tower = 0.0 if tower is None else update_flops(tower)
+    return of_device * program.target.devices + of_tower
 
 
 def _matrices_of_device(group: MatrixGroup) -> int:

@@ -8,8 +8,10 @@ from functools import cache, partial
 
 from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import Mesh, Model, PipelineSettings, Program, Remat
+from graphtrain.config.tower import Tower
 from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.time import mfu, step_time
+from graphtrain.cost_model.tower import tower_program
 from graphtrain.cost_model.traffic import bubble_of, predict_collectives
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
@@ -46,6 +48,7 @@ class SearchOptions:
     arrays: Mapping[str, ArraySpec] | None = None  # parameters of a model that is not native
     offload: bool = False  # whether what does not fit is also tried with host memory
     batch_sizes: tuple[int, ...] = ()  # global batch sizes; none: that of the program
+    tower: Tower | None = None  # of a program with images
     capacity: int | None = None  # bytes of a device that a step may use; None: the target's
 
 
@@ -78,8 +81,11 @@ def _of_batch(
             settings = replace(program, mesh=Mesh(**sizes), rules=names, batch=batch)
             for pipeline in _pipelines(sizes["stage"], program, choices.period):
                 resolved = resolve(replace(settings, pipeline=pipeline), load_rules)
+                resolved = replace(resolved, tower=choices.tower)
                 try:
                     weights = shard_weights(resolved)
+                    if (tower := tower_program(resolved)) is not None:
+                        shard_weights(tower)
                     step_uses_flash_kernel(resolved)
                     check_optimizer(resolved)
                     loss_chunk(resolved)

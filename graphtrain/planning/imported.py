@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from graphtrain.config.schema import Program, TorchModel
+from graphtrain.cost_model.tower import tower_of
 from graphtrain.planning.candidate import Candidate
 from graphtrain.planning.candidates import SearchOptions
 from sharding_rules.arrays import ArraySpec
@@ -49,7 +50,12 @@ class TorchSearch:
     def choices(self) -> SearchOptions:
         staged = "stage" not in self.not_tried
         return SearchOptions(
-            staged, context=False, remats=_REMATS, arrays=self.specs, period=self.period
+            staged,
+            context=False,
+            remats=_REMATS,
+            arrays=self.specs,
+            period=self.period,
+            tower=tower_of(self.program),
         )
 
     def with_torch_model(self, candidate: Candidate) -> Candidate:
@@ -58,4 +64,5 @@ class TorchSearch:
         model = replace(self.program.model, remat=native_program.model.remat)
         adapter, loss = self.program.adapter, self.program.loss
         settings = replace(native_program.settings, model=model, adapter=adapter, loss=loss)
-        return replace(candidate, program=native_program.with_settings(settings))
+        program = replace(native_program.with_settings(settings), tower=None)
+        return replace(candidate, program=program)

@@ -18,11 +18,11 @@ import lowering
 from graphtrain.checkpoints.checkpoint import Checkpoints
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Program, Run, is_imported
-from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
+from graphtrain.cost_model.native_equivalent import sizes_unknown
 from graphtrain.cost_model.product_peaks import step_peak
+from graphtrain.cost_model.tower import useful_step_flops
 from graphtrain.errors import TrainingError
 from graphtrain.graphs.names import EVALUATE_AVERAGED, SPIKE
-from graphtrain.models.flops import useful_flops_per_token
 from graphtrain.models.optimizer_state import EMA
 from graphtrain.run.agreement import on_all_ranks
 from graphtrain.run.batch_placement import BatchPlacement, index_share
@@ -185,7 +185,7 @@ class TrainingLoop:
         if sizes_unknown(program):
             self._flops = record.get("flops_per_token", {})
         else:
-            self._flops = useful_flops_per_token(with_native_model(program))
+            self._flops = useful_step_flops(program)
 
     def _begin_next_phase(self, index: int) -> None:
         """Go on with the program and the batches of the next phase; the state stays as it is."""

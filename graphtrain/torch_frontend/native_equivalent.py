@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from graphtrain.config.hf_config import SIZE_NAMES, first_int, read_config
 from graphtrain.config.schema import AttentionImplementation, MixtureOfExperts, Model
+from graphtrain.torch_frontend.tower_equivalent import language_model_config, tower_equivalent
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import TorchModel
@@ -30,21 +31,24 @@ _WITHOUT_GATE = (
 )
 
 
-def native_equivalent(model: TorchModel) -> Model | None:
+def native_equivalent(model: TorchModel, *, build: bool = True) -> Model | None:
     """Return a native model of about the same sizes; None if they are unknown.
 
-    No native model has a vision tower: with images, there is none.
+    Of a model of text and images, it is the language model: see tower_equivalent.
 
-    A module of the user is built to find its sizes, which imports PyTorch.
+    Args:
+        model: The imported model.
+        build: Whether a module may be built to find its sizes, which imports PyTorch.
     """
-    if model.images:
-        return None
     if model.hf is None:
-        return _module_equivalent(model)
-    if model.images:  # a native model has no vision tower
-        return None
+        return _module_equivalent(model) if build else None
+    config = read_config(model.hf, model.overrides)
+    if model.images:
+        if tower_equivalent(model, build=build) is None:
+            return None
+        config = language_model_config(model, build=build)
     try:
-        return _configured_equivalent(model, read_config(model.hf, model.overrides))
+        return _configured_equivalent(model, config)
     except ValidationError:  # sizes of a family that a native model cannot have, or damaged ones
         return None
 

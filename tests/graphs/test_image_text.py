@@ -16,8 +16,6 @@ from safetensors.numpy import load_file
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Optimizer, Program, TorchModel
 from graphtrain.config.serving_program import serving_program
-from graphtrain.cost_model.native_equivalent import with_native_model
-from graphtrain.errors import PlanError
 from graphtrain.models.batch_images import with_images
 from graphtrain.torch_frontend.model import OpenedModel, open_model
 from graphtrain.torch_frontend.parity import stack_weights, unstack_weights, weights
@@ -127,8 +125,3 @@ def test_a_folders_weights_are_read_and_written_bit_for_bit(kind, directory):
 def test_a_server_takes_no_images(directory):
     with pytest.raises(ShardingError, match=r"images = 2: generation, serving and evaluation"):
         serving_program(resolve(program_of("llava", directory)))
-
-
-def test_estimates_say_that_they_do_not_count_the_tower(kind, directory):
-    with pytest.raises(PlanError, match=r"images: estimates do not count a vision tower"):
-        with_native_model(program_of(kind, directory))
