@@ -1,4 +1,4 @@
-"""Weight files: safetensors and PyTorch's .bin, single files or several with an index.
+"""Weight files: safetensors and PyTorch's .bin.
 
 Arrays are read one at a time with plain reads, because pages of a mapped file count as memory.
 """
@@ -14,13 +14,11 @@ from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
-from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
 
 from graphtrain.errors import WeightsError
-from graphtrain.files import validate
 from graphtrain.weights.torch_arrays import as_numpy
 from lowering.machine.extras import optional_import
-from sharding_rules.documents import parse_object, read_object
+from sharding_rules.documents import parse_object
 
 Index = tuple[slice, ...]
 
@@ -42,12 +40,6 @@ _INTEGERS = {
 FILE_CODES = DTYPE_CODES | {dtype: code for code, dtype in _INTEGERS.items()}
 _TORCH = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _MOST_HEADER = 100 << 20  # bytes; the limit of the safetensors library
-
-
-class _Index(TypedDict):
-    """Index of several files of weights."""
-
-    weight_map: dict[str, str]  # file of each array
 
 
 class WeightFiles(Protocol):
@@ -105,7 +97,10 @@ class SafetensorsFiles:
     def __init__(self, paths: list[Path]) -> None:
         self._entries: dict[str, _Entry] = {}
         for path in paths:
-            self._entries |= _entries(path)
+            found = _entries(path)
+            for name in found.keys() & self._entries.keys():
+                raise _stored_twice(name, self.path(name), path)
+            self._entries |= found
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -184,6 +179,8 @@ class BinFiles:
         self._about: dict[str, tuple[str, tuple[int, ...]]] = {}
         for path in paths:
             for name, tensor in _load_bin(path).items():
+                if name in self._where:
+                    raise _stored_twice(name, self._where[name], path)
                 self._where[name] = path
                 kind = str(tensor.dtype).removeprefix("torch.")
                 self._about[name] = _TORCH.get(kind, kind), tuple(tensor.shape)
@@ -191,6 +188,10 @@ class BinFiles:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._where)
+
+    def path(self, name: str) -> Path:
+        """Return the file that an array is in."""
+        return self._where[name]
 
     def dtype(self, name: str) -> np.dtype:
         return _supported_dtype(name, self._about[name][0])
@@ -267,40 +268,8 @@ def _supported_dtype(name: str, code: str) -> np.dtype:
     return DTYPES[code]
 
 
-def open_weight_files(
-    directory: Path, stem: str = "model", bin_stem: str = "pytorch_model"
-) -> SafetensorsFiles | BinFiles:
-    """Open the weights in a folder: safetensors if there are any, else .bin.
-
-    Args:
-        directory: folder of weights.
-        stem: file name of safetensors without its suffix.
-        bin_stem: file name of .bin without its suffix.
-
-    Raises:
-        WeightsError: there are no weights, or a file named in an index is missing.
-    """
-    kinds = ((".safetensors", stem, SafetensorsFiles), (".bin", bin_stem, BinFiles))
-    for suffix, name, kind in kinds:
-        index = directory / f"{name}{suffix}.index.json"
-        if index.is_file():
-            return kind(_indexed_files(index))
-        if (single := directory / f"{name}{suffix}").is_file():
-            return kind([single])
-    raise WeightsError(
-        f"{directory} contains no weights: expected {stem}.safetensors, {bin_stem}.bin, or an "
-        "index of several files (.index.json)"
+def _stored_twice(name: str, first: Path, second: Path) -> WeightsError:
+    return WeightsError(
+        f"{name} is in {first} and in {second.name}, which may have other values; get the files "
+        "again"
     )
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    try:
-        files = sorted(set(validate(_Index, read_object(index))["weight_map"].values()))
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{index} is not an index of weights: {error}") from error
-    for name in files:
-        if Path(name).name != name or "\0" in name or len(name.encode(errors="replace")) > 255:
-            raise WeightsError(f"{index} lists {name[:200]!r}, which is outside its folder")
-        if not (index.parent / name).is_file():
-            raise WeightsError(f"{index} lists {name}, which does not exist")
-    return [index.parent / name for name in files]

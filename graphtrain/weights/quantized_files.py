@@ -14,16 +14,10 @@ import numpy as np
 from graphtrain.config.hf_config import read_config_json
 from graphtrain.config.hf_quantization import WeightQuantization, read_quantization
 from graphtrain.errors import WeightsError
-from graphtrain.weights.files import (
-    DTYPES,
-    FolderFiles,
-    Index,
-    SafetensorsFiles,
-    numpy_dtype_of,
-    open_weight_files,
-)
+from graphtrain.weights.files import DTYPES, FolderFiles, Index, SafetensorsFiles, numpy_dtype_of
 from graphtrain.weights.quantized_formats import DamagedValues
 from graphtrain.weights.quantized_weights import fp8_weights, mxfp4_weights
+from graphtrain.weights.weight_folder import open_weight_files
 from sharding_rules.documents import DocumentError
 
 # What tensors tell of a quantization: the ends of their names, their dtypes, and the method.

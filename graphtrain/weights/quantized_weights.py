@@ -226,7 +226,7 @@ def mxfp4_weights(files: SafetensorsFiles, _: WeightQuantization) -> dict[str, Q
     weights: dict[str, QuantizedWeight] = {}
     available = set(files.names)
     for name in files.names:
-        weight, _, part = name.rpartition("_")
+        weight, part = name.rpartition("_")[::2]
         blocks, scales = f"{weight}_blocks", f"{weight}_scales"
         if part == "scales" and blocks not in available:
             raise WeightsError(f"{files.path(name)}: {name} is of MXFP4 and {blocks} is missing")

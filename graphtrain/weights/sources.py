@@ -20,7 +20,8 @@ from graphtrain.models.lora.trainable import trained_arrays
 from graphtrain.models.optimizer_state import EMA
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.digests import verify_weights
-from graphtrain.weights.files import SafetensorsFiles, open_weight_files
+from graphtrain.weights.files import SafetensorsFiles
+from graphtrain.weights.weight_folder import open_weight_files
 from sharding_rules.documents import read_toml
 
 

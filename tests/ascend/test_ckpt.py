@@ -12,13 +12,13 @@ from graphtrain.errors import WeightsError
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.digests import record_weights
 from graphtrain.weights.families.family import array_shape, to_hugging_face
-from graphtrain.weights.files import open_weight_files
 from graphtrain.weights.megatron.layout import RankLayout
 from graphtrain.weights.mindspore.convert import from_mindspore
 from graphtrain.weights.mindspore.export import to_mindspore
 from graphtrain.weights.mindspore.rows import check_llama, mindformers_llama
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.sources import stored_name
+from graphtrain.weights.weight_folder import open_weight_files
 from graphtrain.weights.writer import SafetensorsWriter
 from lowering.ascend.strategy import strategy_file
 from sharding_rules.arrays import ArraySpec

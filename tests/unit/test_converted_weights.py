@@ -9,9 +9,9 @@ from published_folders import write_published
 from graphtrain.config.schema import Data, MixtureOfExperts, Model, Run
 from graphtrain.errors import TrainingError, WeightsError
 from graphtrain.weights.convert import ExportedFiles, export_hugging_face, import_hugging_face
-from graphtrain.weights.files import open_weight_files
 from graphtrain.weights.initial import open_initial_weights
 from graphtrain.weights.open import open_weights
+from graphtrain.weights.weight_folder import open_weight_files
 
 MODEL = Model(layers=2, embed=16, heads=2, mlp=24, vocab=32)
 

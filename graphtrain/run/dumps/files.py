@@ -17,7 +17,8 @@ from typing_extensions import TypedDict  # pydantic refuses that of typing befor
 from graphtrain.errors import DumpError, WeightsError
 from graphtrain.files import content_digest, counted, json_digest, read_digested_object, validate
 from graphtrain.graphs.names import SUMMARY
-from graphtrain.weights.files import DTYPE_CODES, WeightFiles, open_weight_files
+from graphtrain.weights.files import DTYPE_CODES, WeightFiles
+from graphtrain.weights.weight_folder import open_weight_files
 from graphtrain.weights.writer import SafetensorsWriter
 from sharding_rules.documents import DocumentError
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from graphtrain.weights.files import open_weight_files
 from graphtrain.weights.megatron.convert import from_megatron
 from graphtrain.weights.megatron.export import Format, MegatronForm, to_megatron
 from graphtrain.weights.megatron.layout import RankLayout
+from graphtrain.weights.weight_folder import open_weight_files
 
 
 @dataclass(frozen=True)

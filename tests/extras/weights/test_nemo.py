@@ -8,10 +8,10 @@ import torch
 import yaml
 
 from graphtrain.errors import WeightsError
-from graphtrain.weights.files import open_weight_files
 from graphtrain.weights.megatron.arguments import model_from_arguments
 from graphtrain.weights.megatron.convert import from_megatron
 from graphtrain.weights.megatron.nemo import read_nemo_config
+from graphtrain.weights.weight_folder import open_weight_files
 
 # As in NeMo's examples/nlp/language_modeling/conf/megatron_llama_config.yaml.
 CONFIG = {
