@@ -98,7 +98,13 @@ class TraceEnvironment(TorchaxEnvironment):
 
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run one operation; stop gradients under no_grad, which torchax ignores."""
-        result = super().dispatch(func, types, args, kwargs)
+        try:
+            result = super().dispatch(func, types, args, kwargs)
+        except TypeError as error:
+            if "incompatible shapes" not in str(error):
+                raise
+            # PyTorch would replace a TypeError of an operator by one without the shapes.
+            raise ValueError(str(error)) from error
         if _name(func) in _PROMOTING:
             result = self._with_torch_promotion(args, result)
         if torch.is_grad_enabled():

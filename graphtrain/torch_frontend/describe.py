@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks, list_lengths
+from graphtrain.torch_frontend.expert_loops import unsorted_experts
 from graphtrain.torch_frontend.model import OpenedModel, open_model
 from graphtrain.torch_frontend.parity import stored_parity
 from graphtrain.torch_frontend.staged_blocks import StagedBlocks, span
@@ -65,6 +66,11 @@ def describe(model: TorchModel, store: Path, stages: Stages | None) -> Iterator[
         yield f"{blocks.name}: {_blocks_text(blocks, lengths[blocks.name])}"
     if stages is not None:
         yield from _stages_text(opened, stages)
+    if kinds := unsorted_experts(opened.meta.module):
+        yield (
+            f"experts: all of them are computed for each token, because {' and '.join(kinds)} "
+            "computes them by itself, and not by an implementation that transformers lets choose"
+        )
     if names := sorted(opened.untrained):
         others = f" and {len(names) - 1} others" if len(names) > 1 else ""
         yield f"{names[0]}{others}: get no gradient, so they stay as they are"

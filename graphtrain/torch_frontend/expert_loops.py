@@ -33,6 +33,12 @@ def _replacement(module: torch.nn.Module) -> Callable[..., Any] | None:
     return _FORWARDS.get(kind.__name__) if is_published else None
 
 
+def unsorted_experts(model: torch.nn.Module) -> list[str]:
+    """Return the kinds of modules in a model that multiply every token by every expert."""
+    kinds = {type(module).__name__ for module in model.modules() if _replacement(module)}
+    return sorted(kinds & _UNSORTED)
+
+
 def _router_weights(index: torch.Tensor, weights: torch.Tensor, experts: int) -> torch.Tensor:
     """Return the weight of every expert for every token, (tokens, experts)."""
     zeros = torch.zeros(len(index), experts, dtype=weights.dtype, device=weights.device)
@@ -106,6 +112,7 @@ def _xmod_output(
     return self.dropout(out) + residual
 
 
+_UNSORTED = {"DbrxExperts", "LongcatFlashExperts", "JetMoeParallelExperts"}
 _FORWARDS: dict[str, Callable[..., Any]] = {
     "DbrxExperts": _dbrx,
     "LongcatFlashExperts": _longcat_flash,

@@ -1,9 +1,14 @@
 """Experts, and adapters of languages, compute what transformers does without their loop."""
 
+import jax.numpy as jnp
 import pytest
 import torch
 import transformers
 
+from graphtrain.config.schema import TorchModel
+from graphtrain.errors import ImportedModelError
+from graphtrain.torch_frontend.bridge import TraceEnvironment, call_module
+from graphtrain.torch_frontend.describe import describe
 from graphtrain.torch_frontend.expert_loops import replace_loops, restore_loops
 
 CONFIGS = {
@@ -54,3 +59,23 @@ def test_logits_and_gradients_are_those_of_the_loop(family):
     tolerance = {"rtol": 1e-4, "atol": 1e-5}  # norms and routers compute in float32
     torch.testing.assert_close(logits, expected_logits, **tolerance)
     torch.testing.assert_close(gradients, expected, **tolerance)
+
+
+def test_a_plan_says_why_all_experts_are_computed(tmp_path):
+    CONFIGS["jetmoe"].save_pretrained(tmp_path)
+    model = TorchModel(hf=str(tmp_path), vocab=32, dtype="float32", remat="none")
+    (line,) = (one for one in describe(model, tmp_path, None) if one.startswith("experts: "))
+    assert "all of them are computed for each token, because JetMoeParallelExperts" in line
+
+
+def test_shapes_that_do_not_match_are_said(tmp_path):
+    class Wrong(torch.nn.Module):
+        def forward(self, x):
+            return x + x[:, :2]
+
+    environment = TraceEnvironment()
+    with pytest.raises(ImportedModelError, match=r"incompatible shapes for broadcasting: \(2, 3\)"):
+        call_module(
+            *(module := Wrong(), environment, {}, {}, None),
+            lambda: module(*environment.wrap([jnp.ones((2, 3))])),
+        )
