@@ -45,6 +45,7 @@ EXECUTION = frozenset(
         "program.pipeline",
         "program.model.axes",  # only how arrays are sharded
         "program.model.remat",
+        "program.model.mlp_blocks",
         "program.model.attention",
         "program.model.unroll",
         "program.model.front_end",

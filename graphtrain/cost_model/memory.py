@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import is_imported
 from graphtrain.cost_model.assessment import Memory
 from graphtrain.cost_model.mixture_memory import ExpertSizes
 from graphtrain.cost_model.sizes import DeviceSizes
@@ -14,12 +15,13 @@ from graphtrain.cost_model.tower_memory import with_projection, with_tower
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.flops import is_gated
+from graphtrain.models.mlp_block_count import hidden_arrays, mlp_block_count
 from sharding_rules.arrays import Role
 from sharding_rules.mesh import MeshShape
 from sharding_rules.pipeline import stored_stage_inputs
 
 # Partial sums that exist at once; fitted to programs for h100:64, b200:64 and v5p:4x4x4.
-_PARTIAL_SUMS = 4
+_PARTIAL_SUMS = 3
 
 
 def memory(program: ResolvedProgram, weights: Sequence[ShardedWeight] | None = None) -> Memory:
@@ -50,7 +52,10 @@ def _memory_of_layers(program: ResolvedProgram, weights: Sequence[ShardedWeight]
     activations = _saved_activations(program, sizes, flash)
     gradients = _gradients(program, weights)
     gathered_bytes = _gathered(weights, mesh) + _pending_head_gradient(program, sizes, weights)
-    temporaries = _current_layer(program, sizes, flash) + gathered_bytes
+    if (blocks := mlp_block_count(program)) > 1 and flash:
+        temporaries = _layer_in_blocks(program, sizes, weights, blocks)
+    else:
+        temporaries = _current_layer(program, sizes, flash) + gathered_bytes
     temporaries += _partial_sums(program, sizes)
     if flash and mesh.axes.get("stage", 1) == 1:
         phases = (gradients, temporaries), _at_logits(program, weights, sizes)
@@ -303,6 +308,29 @@ def _current_layer(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) ->
     return wide if flash else max(each * scores, wide)
 
 
+def _layer_in_blocks(
+    program: ResolvedProgram,
+    sizes: DeviceSizes,
+    weights: Sequence[ShardedWeight],
+    blocks: int,
+) -> float:
+    """Return the bytes of the current layer, whose MLP has its backward pass in blocks.
+
+    In that pass there are, in addition to a block's hidden values, weights in bfloat16 and
+    gradients in float32: six arrays of the residual stream, queries, keys, values, attention's
+    output, and gathered weights of attention.
+    """
+    model = program.model
+    assert model.head_dim
+    heads = (2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+    hidden = hidden_arrays(model) * sizes.mlp / blocks
+    inside = sizes.sequences * sizes.seq_in_block * sizes.item_bytes
+    of_layer = [weight for weight in weights if weight.in_layers]
+    in_mlp = sum(each.used_of_a_layer(program.mesh) for each in of_layer if "/mlp/" in each.path)
+    gathered = sum(each.used_of_a_layer(program.mesh) for each in of_layer) - in_mlp
+    return inside * (6 * model.embed + heads + hidden) + 2 * gathered + (2 + 4) * in_mlp / blocks
+
+
 def _partial_sums(program: ResolvedProgram, sizes: DeviceSizes) -> float:
     """Return the bytes of float32 partial sums between devices that shard heads or the MLP.
 
@@ -337,17 +365,12 @@ def _pending_head_gradient(
 ) -> float:
     """Return the bytes that wait until the LM head's gradient is scattered.
 
-    A sharded head's gradient is scattered during the layers' backward pass. Until then its
-    unsharded sum waits if the loss is computed in chunks. Otherwise, in GPU programs that gather
-    the head, the bfloat16 gradient of the logits waits.
+    In native models it is scattered before the layers' backward pass, except in pipelines. In
+    others, in GPU programs that gather the head, the bfloat16 gradient of the logits waits.
     """
     head = _head(weights)
-    if sizes.in_chunks:
-        return (
-            _summed_head(weights, program.mesh) if set(head.optimizer) - set(head.in_use) else 0.0
-        )
     gathered = head.path == "head" and "fsdp" in head.stored
-    if program.target.platform != "cuda" or not gathered:
+    if not is_imported(program.model) or program.target.platform != "cuda" or not gathered:
         return 0.0
     return 2 * sizes.sequences * sizes.seq_in_block * sizes.vocab
 

@@ -53,6 +53,8 @@ from graphtrain.models.batch_images import with_images
 from graphtrain.models.compute_dtype import check_compute_dtype
 from graphtrain.models.lora.trainable import LORA_A
 from graphtrain.models.loss import dpo_loss
+from graphtrain.models.mlp_block_count import mlp_block_count
+from graphtrain.models.mlp_blocks import use_mlp_blocks
 from graphtrain.models.optimizer_state import EMA
 from graphtrain.models.optimizer_support import check_optimizer
 from graphtrain.models.quantized_matmul import quantize_products
@@ -269,7 +271,8 @@ def accumulate_gradients(
         batch: Arrays (microbatches, batch, seq).
         frozen: Frozen weights, if any.
     """
-    with quantize_products(program.settings.precision):
+    blocks = use_mlp_blocks(mlp_block_count(program))
+    with quantize_products(program.settings.precision), blocks:
         gradients, metrics = _scaled_gradients(program, state, batch, frozen)
     return unscaled(gradients, loss_scale(program, state)), metrics
 

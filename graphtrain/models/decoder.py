@@ -34,6 +34,7 @@ from graphtrain.models.block import (
     stack_dense_layers,
     stack_layers,
 )
+from graphtrain.models.head_gradient import reduce_head_first
 from graphtrain.models.layer_terms import LayerTerms
 from graphtrain.models.matmul import dot
 from graphtrain.models.norms import Norm
@@ -215,7 +216,10 @@ class Decoder(nnx.Module):
         """Return float32 logits (batch, seq, vocab) of normed hidden states (batch, seq, embed)."""
         x, tied = gather_residual(hidden), self.model.tie_word_embeddings
         equation = "bse,ve->bsv" if tied else "bse,ev->bsv"
-        scores = parameter_dot(("head",), equation, x, self.head_weights(), jnp.float32)
+        head = self.head_weights()
+        if not tied:  # else the gradient is reduced with that of the lookups
+            x, head = reduce_head_first(x, head, ("embed", "vocab"))
+        scores = parameter_dot(("head",), equation, x, head, jnp.float32)
         capped = soft_cap(scores, self.model.final_logit_softcap)
         return constrain(mask_padding(capped, self.model.vocab_tokens), "batch", "seq", "vocab")
 
@@ -275,7 +279,9 @@ def head_inputs(
     decoder = merge(model, parameters)
     x, terms = decoder.hidden(tokens, dropout_key)
     with jax.named_scope("head"):
-        return gather_residual(x), decoder.head_weights(), terms
+        x, head = gather_residual(x), decoder.head_weights()
+        axes = ("vocab", "embed") if model.tie_word_embeddings else ("embed", "vocab")
+        return (*reduce_head_first(x, head, axes), terms)
 
 
 def head_inputs_ahead(

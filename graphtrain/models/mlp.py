@@ -7,9 +7,10 @@ from graphtrain.config.schema import Model
 from graphtrain.models import init
 from graphtrain.models.activations import ACTIVATIONS, apply_activation
 from graphtrain.models.flops import is_gated
+from graphtrain.models.mlp_blocks import BlockedMLP, current_mlp_blocks, mlp_in_blocks
 from graphtrain.models.projection import project, project_many
 from lowering.tracing.constrain import constrain
-from lowering.tracing.recording import record
+from lowering.tracing.recording import is_recording, record
 
 
 class MLP(nnx.Module):
@@ -33,6 +34,8 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the MLP's output (batch, seq, embed) for x of the same shape."""
         activate = ACTIVATIONS[self.model.activation]
+        if (blocks := current_mlp_blocks()) > 1 and not is_recording():
+            return self._in_blocks(blocks, x)
         gate_up = self._widen(x)
         if not self.model.fused_gate_up:
             names = _wide(self.model, self.width)
@@ -44,6 +47,15 @@ class MLP(nnx.Module):
             "mlp/hidden", apply_activation(activate, gate_up), "batch", "seq", self.width
         )
         return project(self, "down", "bsm,me->bse", hidden)
+
+    def _in_blocks(self, blocks: int, x: jax.Array) -> jax.Array:
+        names = tuple(_wide(self.model, self.width))
+        activate = ACTIVATIONS[self.model.activation]
+        mlp = BlockedMLP(blocks, self.width, names, activate)
+        biases = [f"{name}_bias" for name in names if self.model.bias == "all"]
+        weights = {name: getattr(self, name).get_value() for name in (*names, "down", *biases)}
+        y = mlp_in_blocks(mlp, x, weights)
+        return y + self.down_bias[...].astype(y.dtype) if biases else y
 
     def _widen(self, x: jax.Array) -> list[jax.Array]:
         """Return [gate, up], or [up] without a gate, each (batch, seq, mlp)."""

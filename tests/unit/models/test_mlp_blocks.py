@@ -1,0 +1,73 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from graphtrain.config.resolve import resolve
+from graphtrain.config.schema import Batch, Mesh, Model, Precision, Program
+from graphtrain.models.activations import ACTIVATIONS
+from graphtrain.models.mlp_block_count import mlp_block_count
+from graphtrain.models.mlp_blocks import BlockedMLP, mlp_in_blocks
+
+SEVEN = {"layers": 32, "embed": 4096, "heads": 32, "mlp": 11008, "vocab": 32000, "remat": "full"}
+EMBED, MLP = 16, 32
+
+
+def plain(names, activate, x, weights):
+    hidden = [x @ weights[name] + weights.get(f"{name}_bias", 0.0) for name in names]
+    return activate(*hidden) @ weights["down"]
+
+
+@pytest.mark.parametrize("blocks", [2, 4])
+@pytest.mark.parametrize("names", [("gate", "up"), ("up",)], ids=len)
+def test_gradients_in_blocks_are_those_of_all_columns_at_once(blocks, names):
+    random = np.random.default_rng(0)
+    shapes = {name: (EMBED, MLP) for name in names} | {"down": (MLP, EMBED)}
+    shapes |= {f"{name}_bias": (MLP,) for name in names}
+    weights = {name: random.normal(size=shape).astype("float32") for name, shape in shapes.items()}
+    x = random.normal(size=(2, 8, EMBED)).astype("float32")
+    activate = ACTIVATIONS["swiglu" if len(names) == 2 else "gelu"]
+    mlp = BlockedMLP(blocks, "mlp", names, activate)
+    got, want = (
+        jax.jit(jax.value_and_grad(lambda x, w, f=f: jnp.sin(f(x, w)).sum(), (0, 1)))(x, weights)
+        for f in (
+            lambda x, weights: mlp_in_blocks(mlp, x, weights),
+            lambda x, weights: plain(names, activate, x, weights),
+        )
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=3e-5), got, want)
+
+
+def count(model=None, target="h100:64", mesh=None, rules=("fsdp",), batch=None, **settings):
+    made = Program(
+        target=target,
+        mesh=mesh or Mesh(fsdp=64),
+        rules=rules,
+        model=Model(**SEVEN | (model or {})),
+        batch=batch or Batch(global_batch_size=128, seq_len=4096),
+        **settings,
+    )
+    return mlp_block_count(resolve(made))
+
+
+def test_wide_mlps_that_are_recomputed_have_as_many_blocks_as_are_wide():
+    assert count() == 8
+    assert count({"mlp": 5632}) == 4
+    assert count(target="v5p:4x4x4") == 2  # columns of 43 x 128
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"mlp_blocks": "none"}},
+        {"model": {"remat": "dots"}},
+        {"model": {"fused_gate_up": True}},
+        {"target": "cpu:64"},
+        {"batch": Batch(global_batch_size=64, seq_len=512)},  # saves too little
+        {"mesh": Mesh(fsdp=8, tensor=8), "rules": ("fsdp", "tensor")},  # too narrow
+        {"precision": Precision(compute="fp8")},
+    ],
+    ids=str,
+)
+def test_other_mlps_have_one_block(changes):
+    assert count(**changes) == 1
