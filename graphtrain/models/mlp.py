@@ -1,5 +1,7 @@
 """MLP of a transformer block."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -54,7 +56,7 @@ class MLP(nnx.Module):
         mlp = BlockedMLP(blocks, self.width, names, activate)
         biases = [f"{name}_bias" for name in names if self.model.bias == "all"]
         weights = {name: getattr(self, name).get_value() for name in (*names, "down", *biases)}
-        y = mlp_in_blocks(mlp, x, weights)
+        y: Any = mlp_in_blocks(mlp, x, weights)
         return y + self.down_bias[...].astype(y.dtype) if biases else y
 
     def _widen(self, x: jax.Array) -> list[jax.Array]:

@@ -1,0 +1,37 @@
+"""MLPs in blocks and the head's gradient reduced first, on 8 devices beside one device."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from programs import LLAMA, alone, batch, loaded, placed_inputs, program, state_of
+
+from graphtrain.config.schema import Batch, Mesh
+from graphtrain.graphs import build
+from graphtrain.models import head_gradient
+from lowering.trees import flatten
+
+
+@pytest.mark.parametrize(
+    "rules", [("data", "fsdp", "tensor", "sequence"), ("data", "zero1")], ids=len
+)
+def test_gradients_equal_those_of_one_device(rules, monkeypatch):
+    of = program(
+        target="cpu:8",
+        mesh=Mesh(data=2, fsdp=2, tensor=2) if len(rules) > 2 else Mesh(data=8),
+        rules=rules,
+        model=replace(LLAMA, remat="full", bias="all"),
+        batch=Batch(global_batch_size=16, seq_len=16, microbatches=2),
+    )
+    want = gradients(alone(of))
+    monkeypatch.setattr(build, "mlp_block_count", lambda program: 2)
+    monkeypatch.setattr(head_gradient, "on_cpu", lambda: False)
+    for path, got in gradients(of).items():
+        np.testing.assert_allclose(got, want[path], rtol=1e-4, atol=1e-6, err_msg=path)
+
+
+def gradients(of):
+    executable = loaded(of, "gradients")
+    inputs = {"state": state_of(of), "batch": batch(of)}
+    placed = [placed_inputs(executable, name, tree) for name, tree in inputs.items()]
+    return flatten(executable(*placed)["gradients"])
