@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from graphtrain.data.prepare.media_keys import media_problem
 from graphtrain.errors import DataError
 
 Message = dict[str, Any]  # role and content, and other keys of the record for the template
@@ -56,6 +57,8 @@ def read_conversations(record: Any, format: str, place: str) -> tuple[Conversati
     try:
         if not isinstance(record, dict):
             raise _RecordError("not a JSON object")
+        if (problem := media_problem(record)) is not None:
+            raise _RecordError(problem)
         return FORMATS[detect_format(record) if format == "auto" else format](record)
     except _RecordError as error:
         raise DataError(f"{place}: {error}") from None

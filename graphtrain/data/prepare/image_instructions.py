@@ -237,7 +237,7 @@ def _survey(corpus: Corpus, report: ProgressCallback) -> _Survey:
     if first is None:
         names = ", ".join(map(str, corpus.paths))
         raise DataError(
-            f"{names}: no record has an image; give --tokenizer in place of --processor"
+            f"{names}: no record has a part of type image in 'content'; give --tokenizer instead"
         )
     return _Survey(first, digest.hexdigest(), images, densest)
 

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from graphtrain.data.prepare.conversations import Conversation, Message
+from graphtrain.data.prepare.media_keys import media_problem
 from graphtrain.errors import DataError
 
 _PATH_KEYS = ("image", "path")  # of a part of type image
@@ -32,6 +33,8 @@ def read_image_conversation(record: Any, place: str) -> ImageConversation:
         raise DataError(
             f"{place}: has no list of 'messages', the format of conversations with images"
         )
+    if (problem := media_problem(record)) is not None:
+        raise DataError(f"{place}: {problem}")
     images: list[str] = []
     for index, message in enumerate(messages):
         location = f"{place}: messages[{index}]"

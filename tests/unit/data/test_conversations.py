@@ -3,6 +3,7 @@
 import pytest
 
 from graphtrain.data.prepare.conversations import FORMATS, read_conversations
+from graphtrain.data.prepare.image_messages import read_image_conversation
 from graphtrain.errors import DataError
 
 QUESTION, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
@@ -135,3 +136,32 @@ def test_what_is_wrong_with_a_record_is_said_with_its_place(record, words):
 def test_a_record_of_another_format_than_the_one_named_is_refused(name):
     with pytest.raises(DataError, match="line 1"):
         read_conversations({"something": "else"}, name, "line 1")
+
+
+TALK = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A line."}]
+TURNS = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A line."}]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"images": ["a.png"], "messages": TALK}, "has the key 'images', .*--processor FOLDER"),
+        ({"image": "a.png", "conversations": TURNS}, "has the key 'image'"),
+        ({"messages": [TALK[0] | {"images": ["QQ=="]}, TALK[1]]}, "a message has the key 'images'"),
+        ({"instruction": "Q", "output": "A", "images": ["a.png"]}, "has the key 'images'"),
+        ({"videos": ["a.mp4"], "messages": TALK}, "has the key 'videos', which cannot be prepared"),
+    ],
+)
+def test_images_outside_of_the_content_are_refused_and_never_left_out(record, message):
+    with pytest.raises(DataError, match=rf"a.jsonl: line 2: {message}"):
+        read_conversations(record, "auto", "a.jsonl: line 2")
+    if "messages" in record:
+        with pytest.raises(DataError, match=rf"a.jsonl: line 2: {message}"):
+            read_image_conversation(record, "a.jsonl: line 2")
+
+
+def test_a_record_of_text_may_have_empty_keys_of_images():
+    record = {"messages": TALK, "images": [], "image": None}
+    (found,) = read_conversations(record, "auto", "line 1")
+    assert found == read_conversations({"messages": TALK}, "auto", "line 1")[0]
+    assert read_image_conversation(record, "line 1").images == ()
