@@ -128,6 +128,9 @@ def _serving_model(program: ResolvedProgram) -> Model:
     if dtype == "auto":
         dtype = "float32" if program.target.platform == "cpu" else _serving_dtype(model)
     model = replace(model, dtype=dtype)
-    if is_imported(model) or model.moe is None:
+    if is_imported(model):
+        return model
+    model = replace(model, mtp_loss_weight=None)
+    if model.moe is None:
         return model
     return replace(model, moe=replace(model.moe, capacity_factor=None))

@@ -44,6 +44,7 @@ class Passes:
             embedded=microbatches / stages.stages,
             heads=microbatches if at_once else microbatches // stages.stages,
             scored=1 / stages.stages if at_once else 1,
+            ahead=program.model.ahead_layers * microbatches // stages.stages,
             ticks=ticks,
             recomputes_stage=again,
             recomputes_layers=again and stages.rows_per_chunk > 1,

@@ -46,6 +46,7 @@ from graphtrain.graphs.preference import pair_count, pair_mask
 from graphtrain.graphs.schedule_free import gradient_point
 from graphtrain.graphs.serving import serving_graph
 from graphtrain.graphs.spikes import limit_specs, spike_metrics, unless_spike
+from graphtrain.graphs.targets_ahead import with_targets_ahead
 from graphtrain.graphs.weight_specs import frozen_specs, trained_specs
 from graphtrain.models.attention.ring_order import to_ring_order
 from graphtrain.models.attention.segment_mask import isolate_documents
@@ -281,7 +282,7 @@ def _scaled_gradients(
     program: ResolvedProgram, state: Tree, batch: Tree, frozen: Tree | None
 ) -> tuple[Tree, Tree]:
     """Return gradients, multiplied by the loss scale if there is one, and metrics."""
-    batch = to_ring_order(batch)
+    batch = to_ring_order(with_targets_ahead(program, batch))
     microbatches = program.batch.microbatches
     parameters, specs = state["parameters"], trained_specs(program)
     if (stages := program.stages) is not None:

@@ -29,6 +29,7 @@ from graphtrain.graphs.names import KINDS, SUMMARY
 from graphtrain.graphs.objectives import metric_names, step_key, training_objective
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.pipelined_dump import layers_of_rows, recorded_gradients
+from graphtrain.graphs.targets_ahead import with_targets_ahead
 from graphtrain.graphs.weight_specs import frozen_specs, trained_specs
 from graphtrain.models.attention.ring_order import to_ring_order
 from lowering.tracing.constrain import constrain, constrain_tree
@@ -102,7 +103,8 @@ class ArrayDump:
 
         Gradients are reduced after each microbatch.
         """
-        batch, scale = to_ring_order(batch), loss_scale(self.program, state)
+        batch = to_ring_order(with_targets_ahead(self.program, batch))
+        scale = loss_scale(self.program, state)
         if self.program.stages is not None:
             gradients, metrics, arrays = self._pipelined(self.program.stages, state, frozen, batch)
         else:

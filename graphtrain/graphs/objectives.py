@@ -13,7 +13,7 @@ from graphtrain.graphs.loss_scale import loss_scale, scaled, unscaled
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.preference import answer_score, pair_count, pair_mask
 from graphtrain.graphs.token_loss import weighted_loss
-from graphtrain.models.attention.ring_order import ring_axes
+from graphtrain.models.ahead import TARGETS, WEIGHTS
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.batch_images import with_images
 from graphtrain.models.chunk_size import loss_chunk
@@ -24,7 +24,6 @@ from graphtrain.models.native import NativeModel
 from lowering.tracing.recording import record, without_recording
 from lowering.tracing.threefry import UNROLLED_THREEFRY
 from lowering.trees import Tree
-from sharding_rules.errors import ShardingError
 
 
 def metric_names(program: ResolvedProgram) -> tuple[str, ...]:
@@ -86,13 +85,13 @@ def token_losses(
     Args:
         program: Settings.
         weights: Parameters of the model.
-        batch: One microbatch (batch, seq).
+        batch: One microbatch (batch, seq), with what with_targets_ahead adds in training.
         dropout_key: Random key; without it there is no dropout.
         total: Divisor of the objective, which includes the z-loss, and of the sum.
     """
     model = open_language_model(program.model)
     tokens, targets, counts = (batch[name] for name in ("tokens", "targets", "weights"))
-    if isinstance(model, NativeModel) and model.settings.mtp_loss_weight is not None:
+    if isinstance(model, NativeModel) and TARGETS in batch:
         return losses_ahead(program, model, weights, batch, dropout_key, total)
     chunk = loss_chunk(program) if model.has_separate_head else None
     if chunk is None:
@@ -133,11 +132,6 @@ def losses_ahead(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.2, https://arxiv.org/abs/2412.19437
     """
-    if ring := ring_axes():
-        raise ShardingError(
-            "program.model.mtp_loss_weight cannot be used with a ring over positions, and the "
-            f"rules have kv_seq = {'+'.join(ring)}; remove one of them"
-        )
     targets, counts = batch["targets"], batch["weights"]
     chunk, weight = loss_chunk(program), model.settings.mtp_loss_weight
     assert weight is not None
@@ -154,25 +148,11 @@ def losses_ahead(
     ahead_key = None if dropout_key is None else jax.random.fold_in(dropout_key, 2)
     ahead, of_block = model.head_inputs_ahead(weights, hidden, targets, dropout_key=ahead_key)
     objective, loss = score(hidden, targets, counts)
-    objective_ahead, loss_ahead = score(ahead, *_targets_ahead(batch))
+    objective_ahead, loss_ahead = score(ahead, batch[TARGETS], batch[WEIGHTS])
     losses = {f"ahead/{name}": value for name, value in of_block.losses.items()}
     # Metrics of layers are means over microbatches; the loss is a sum over them.
     metrics = terms.metrics | {"mtp_loss": loss_ahead * program.batch.microbatches}
     return (objective + weight * objective_ahead, loss), LayerTerms(terms.losses | losses, metrics)
-
-
-def _targets_ahead(batch: Tree) -> tuple[jax.Array, jax.Array]:
-    """Return the targets after the next token, with their weights: 0 for those of no token.
-
-    The last position of a sequence has none, and a document has none beyond its end. Rows that pack
-    documents omit the last token of each as an input, so that what follows there is not the target.
-    """
-    targets, counts = batch["targets"], batch["weights"]
-    follows = batch["tokens"][:, 1:] == targets[:, :-1]
-    if (documents := batch.get("documents")) is not None:
-        follows &= documents[:, 1:] == documents[:, :-1]
-    later = counts[:, 1:] * follows
-    return jnp.pad(targets[:, 1:], ((0, 0), (0, 1))), jnp.pad(later, ((0, 0), (0, 1)))
 
 
 def answer_log_probs(

@@ -19,6 +19,7 @@ from graphtrain.graphs.pipeline_weights import (
 )
 from graphtrain.graphs.preference import answer_score, pair_count, pipelined_dpo
 from graphtrain.graphs.token_loss import weighted_loss
+from graphtrain.models.ahead import WEIGHTS
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.pipeline_stages import Keys, LossFunction
 from lowering.pipeline.schedule import PartWeights, Pipeline
@@ -57,7 +58,8 @@ def training_pipeline(
         pipeline = _preference(program, stages, keys, weights, batch["tokens"], is_shared)
     else:
         total = jnp.maximum(batch["weights"].sum(), 1.0)
-        batch = {**batch, "weights": scaled(batch["weights"] / total, scale)}
+        weights = {name: batch[name] for name in ("weights", WEIGHTS) if name in batch}
+        batch = {**batch, **{name: scaled(x / total, scale) for name, x in weights.items()}}
         pipeline = _cross_entropy(program, stages, keys, term_weight, batch["tokens"])
     recompute = program.pipeline.recomputes_stages(program.model.remat)
     return _isolating_documents(replace(pipeline, remat=recompute), batch)

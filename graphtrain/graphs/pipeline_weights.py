@@ -105,7 +105,17 @@ def _with_weights(pipeline: Pipeline, combine: Callable[..., Tree]) -> Pipeline:
     def last(weights: PartWeights, x: jax.Array, microbatch: Tree) -> tuple[jax.Array, Scalars]:
         return pipeline.last(combine(weights), x, microbatch)
 
-    return replace(pipeline, first=first, stage=stage, last=last)
+    def beside(weights: PartWeights, microbatch: Tree) -> Tree:
+        assert pipeline.beside is not None
+        return pipeline.beside(combine(weights), microbatch)
+
+    return replace(
+        pipeline,
+        first=first,
+        stage=stage,
+        last=last,
+        beside=None if pipeline.beside is None else beside,
+    )
 
 
 def preference_pipeline(

@@ -21,6 +21,11 @@ from graphtrain.models.layer_terms import LayerTerms
 from graphtrain.models.norms import Norm
 from graphtrain.models.projection import project
 
+# Arrays of a batch: the targets of the module and their weights; in a pipeline also the embeddings
+# of the next tokens, and the segment ids that its attention reads.
+TARGETS, WEIGHTS = "targets_ahead", "weights_ahead"
+EMBEDDED, DOCUMENTS = "embedded_ahead", "documents_ahead"
+
 
 class AheadModule(nnx.Module):
     """Norms and projection of hidden states and embeddings, a block, and the norm of its output."""

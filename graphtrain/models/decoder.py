@@ -301,10 +301,16 @@ def head_inputs_ahead(
         next_tokens: Ids of the next tokens.
         dropout_key: Random key; without it there is no dropout.
     """
-    decoder = merge(model, parameters)
-    embedded = constrain_residual(decoder.embedding(next_tokens))
+    decoder, embedded = merge(model, parameters), embed_next(model, parameters, next_tokens)
     x, terms = decoder.ahead(constrain_residual(hidden), embedded, dropout_key)
     return gather_residual(x), terms
+
+
+def embed_next(
+    model: Model, parameters: Parameters, next_tokens: Int[Array, "batch seq"]
+) -> Float[Array, "batch seq embed"]:
+    """Return the embeddings of the next tokens, for head_inputs_ahead, without dropout."""
+    return constrain_residual(merge(model, parameters).embedding(next_tokens))
 
 
 def logits_of(

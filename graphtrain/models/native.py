@@ -70,6 +70,12 @@ class NativeModel:
             self.settings, parameters, hidden, next_tokens, dropout_key=dropout_key
         )
 
+    def embed_next(self, parameters: Tree, tokens: jax.Array) -> jax.Array:
+        """Return the embeddings that head_inputs_ahead computes of the next tokens."""
+        from graphtrain.models import decoder
+
+        return decoder.embed_next(self.settings, parameters, tokens)
+
     def logits_of(self, parameters: Tree, hidden: jax.Array) -> jax.Array:
         """Return the logits of the LM head's input."""
         from graphtrain.models import decoder

@@ -12,14 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from graphtrain.config.schema import Model
+from graphtrain.models.ahead import DOCUMENTS, EMBEDDED, TARGETS, WEIGHTS
+from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.block import (
     RESIDUAL_AXES,
     apply_stack,
+    constrain_residual,
     global_attention_layers,
     layer_keys,
     split_key,
 )
-from graphtrain.models.decoder import Parameters, merge
+from graphtrain.models.decoder import Decoder, Parameters, merge
 from lowering.pipeline.schedule import Pipeline
 from lowering.tracing.recording import record
 from lowering.trees import Tree
@@ -126,7 +129,13 @@ def decoder_pipeline(
         decoder = merge(model, weights)
         normed = record("final_norm", decoder.final_norm(x), *RESIDUAL_AXES)
         logits = record("logits", decoder.unembed(normed), "batch", "seq", "vocab")
-        return score(logits, microbatch)
+        result = score(logits, microbatch)
+        if EMBEDDED not in microbatch:
+            return result
+        return _with_ahead(decoder, normed, microbatch, score, term_weight, result)
+
+    def embed_next(weights: Tree, microbatch: Tree) -> Tree:
+        return _arrays_ahead(merge(model, weights), microbatch)
 
     return Pipeline(
         embed_stage,
@@ -135,7 +144,50 @@ def decoder_pipeline(
         virtual_stages=stages.rounds,
         mixes_sequences=model.moe is not None,
         splits_positions=True,
+        beside=embed_next if model.ahead_layers else None,
     )
+
+
+def _arrays_ahead(decoder: Decoder, microbatch: Tree) -> Tree:
+    """Return what multi-token prediction needs of a microbatch in the last part of a pipeline.
+
+    The embedding is outside of the loop over ticks, as that of the tokens. An evaluation has none.
+    """
+    if TARGETS not in microbatch:
+        return {}
+    documents = microbatch.get("documents")
+    with isolate_documents(documents):
+        arrays = {EMBEDDED: constrain_residual(decoder.embedding(microbatch["targets"]))}
+    return arrays if documents is None else {**arrays, DOCUMENTS: documents}
+
+
+def _with_ahead(
+    decoder: Decoder,
+    hidden: jax.Array,
+    microbatch: Tree,
+    score: LossFunction,
+    term_weight: jax.Array | float,
+    result: tuple[jax.Array, Any],
+) -> tuple[jax.Array, Any]:
+    """Return objective and metrics with those of multi-token prediction, as losses_ahead does.
+
+    Args:
+        decoder: Parameters of the last part.
+        hidden: Normed hidden states (batch, seq, embed).
+        microbatch: Arrays of the microbatch, with those of _arrays_ahead.
+        score: Loss function.
+        term_weight: Weight of the terms of the module's block.
+        result: Objective and metrics of the next token.
+    """
+    (objective, reported), weight = result, decoder.model.mtp_loss_weight
+    assert weight is not None
+    with isolate_documents(microbatch.get(DOCUMENTS)):
+        ahead, terms = decoder.ahead(hidden, microbatch[EMBEDDED])
+    later = {**microbatch, "targets": microbatch[TARGETS], "weights": microbatch[WEIGHTS]}
+    objective_ahead, of_ahead = score(decoder.unembed(ahead), later)
+    of_block = sum(terms.losses.values()) * term_weight
+    total = objective + weight * objective_ahead + of_block
+    return total, {**reported, "mtp_loss": of_ahead["loss"]}
 
 
 def split_for_pipeline(model: Model, parameters: Parameters) -> Tree:
@@ -143,9 +195,10 @@ def split_for_pipeline(model: Model, parameters: Parameters) -> Tree:
 
     Dense layers before those of a mixture are in the first, with the embedding: every stage runs
     its share of the microbatches through them. Beside an adapter, only some of the parameters are
-    trained, and only some are frozen.
+    trained, and only some are frozen. The module of multi-token prediction is in the last.
     """
-    last = ("final_norm", "embedding") if model.tie_word_embeddings else ("final_norm", "head")
+    head = "embedding" if model.tie_word_embeddings else "head"
+    last = ("final_norm", head, "ahead")
     parts = {"first": _FIRST, "stages": ("layers",), "last": last}
     return {
         part: {name: parameters[name] for name in names if name in parameters}

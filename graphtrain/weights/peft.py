@@ -299,7 +299,12 @@ def _format_shapes(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def _check_modules(table: AdapterTable) -> None:
-    """Raise if a module is only partly trained in full: PEFT saves complete modules."""
+    """Raise if PEFT cannot save what is trained in full: parts of modules, or what it has not."""
+    if ahead := sorted(path for path in table.modules_to_save if path.startswith("ahead/")):
+        raise WeightsError(
+            f"{ahead[0]} is trained in full, and PEFT's model has no module of multi-token "
+            'prediction; export merged weights (run.export = "hf")'
+        )
     modules = {
         name.rpartition(".")[0]
         for layer_weights in table.fully_trained_weights()

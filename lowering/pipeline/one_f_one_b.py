@@ -71,6 +71,7 @@ def recorded_one_f_one_b(
             "the blocks behind the stages need all positions of a sequence; set it to "
             '"circular" or "gpipe"'
         )
+    assert pipeline.beside is None, "`last` has some positions of these arrays"
     axes = pipeline.axes("1f1b", microbatches)
     ring, copies, manual = axes.ring, axes.copies, axes.all
     summed = {"stages": copies.all, "last": manual}

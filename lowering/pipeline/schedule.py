@@ -105,6 +105,9 @@ class Pipeline:
     # context of these arrays in which a stage runs.
     read_by_stages: tuple[str, ...] = ()
     stage_context: Callable[[Tree], AbstractContextManager] = lambda arrays: nullcontext()
+    # (parameters of `first`, microbatch) -> further arrays of the microbatch, for `last`. Not with
+    # 1f1b.
+    beside: Callable[[PartWeights, Tree], Tree] | None = None
     wanted: Wanted | None = None  # named activations that are returned; None: none
 
     def recorded(
@@ -148,6 +151,13 @@ class Pipeline:
 
         embed_all = jax.vmap(embed_one, in_axes=(None, 0, 0, 0), spmd_axis_name=ring.axis)
         return embed_all(weights, slots, microbatches, indices)
+
+    def with_arrays_beside(self, ring: Ring, weights: PartWeights, microbatches: Tree) -> Tree:
+        """Return the microbatches with the arrays that `beside` computes of them."""
+        if self.beside is None:
+            return microbatches
+        each = jax.vmap(self.beside, in_axes=(None, 0), spmd_axis_name=ring.axis)
+        return {**microbatches, **each(weights, microbatches)}
 
     def total(
         self,

@@ -77,6 +77,7 @@ def recorded_pipeline_loss(
     specs = pipeline.parameter_specs(ring), blocks, blocks, read, of_device
     each = map_stages(device, manual, specs, (PartitionSpec(manual), of_device))
     queue, of_first = pipeline.embed(ring, parameters["first"], microbatches, slots.first)
+    microbatches = pipeline.with_arrays_beside(ring, parameters["first"], microbatches)
     slots_of_device = order.to_ticks(slots.stages, order.forward), slots.last
     losses, (of_stages, of_last) = each(
         loop_parameters(parameters), queue, *pipeline.divide(microbatches), slots_of_device

@@ -1,6 +1,7 @@
 """Adapters and frozen weights in few bits, on meshes and in stages: against one device."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -51,7 +52,7 @@ class Base:
     """Random weights, as a source of them."""
 
     def __init__(self, model):
-        self.model = model
+        self.model, self.directory = model, Path("random")
         random = np.random.default_rng(0)
         specs = flatten(parameter_specs(model))
         self.arrays = {

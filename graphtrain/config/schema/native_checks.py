@@ -18,21 +18,33 @@ def check_ahead(program: Program) -> None:
     """Refuse settings with which a model does not predict the token after the next.
 
     Raises:
-        ValueError: names the settings.
+        ValueError: names the setting, and says why and what to change.
     """
+    batch, has_stages = program.batch, program.mesh.stage != 1
     refused = {
-        "mesh.stage": program.mesh.stage != 1,
-        "mesh.context": program.mesh.context != 1,
-        "adapter": program.adapter is not None,
-        'loss.kind = "dpo"': program.loss.kind == "dpo",
-        'precision.compute = "float16"': program.model.dtype == "float16",
-        # It adds the sums of earlier microbatches at each use of an array, and the module uses the
-        # embedding and the LM head once more.
-        'batch.gradient_reduction = "per_step"': program.batch.gradient_reduction == "per_step",
+        'loss.kind = "dpo"': program.loss.kind == "dpo"
+        and "its loss is of whole answers, and the module predicts single tokens",
+        'precision.compute = "float16"': program.model.dtype == "float16"
+        and "the loss scale does not include the module",
+        # It adds the sums of earlier microbatches at each use of an array.
+        'batch.gradient_reduction = "per_step"': batch.gradient_reduction == "per_step"
+        and "the module uses the embedding and the LM head once more",
+        'pipeline.schedule = "1f1b"': has_stages
+        and program.pipeline.schedule == "1f1b"
+        and "it divides the positions of the last part among the stages, and attention of the "
+        'module needs all; "gpipe" and "circular" do not',
+        "model.dropout with mesh.stage": has_stages
+        and program.model.dropout > 0
+        and "the last part of a pipeline has no dropout",
+        "batch.cross_document_attention = false with mesh.stage and mesh.context": has_stages
+        and program.mesh.context != 1
+        and not batch.cross_document_attention
+        and "the last part has the segment ids of its own positions alone",
     }
-    if names := [name for name, is_set in refused.items() if is_set]:
+    reasons = [f"{name}: {reason}" for name, reason in refused.items() if reason]
+    if reasons:
         raise ValueError(
-            f"model.mtp_loss_weight cannot be used with {' and '.join(names)}; remove it"
+            f"model.mtp_loss_weight cannot be used with {'; '.join(reasons)}; remove one of both"
         )
 
 

@@ -26,6 +26,7 @@ from transformers.modeling_layers import MtpLayer
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Program
 from graphtrain.graphs.objectives import token_losses
+from graphtrain.graphs.targets_ahead import with_targets_ahead
 from graphtrain.models.decoder import parameter_specs
 from graphtrain.weights.convert import export_hugging_face, import_hugging_face, read_config
 from graphtrain.weights.families import family_of_config
@@ -124,6 +125,7 @@ def test_loss_and_gradients_equal_those_of_transformers(reference, tmp_path):
         "targets": jnp.array(TARGETS),
         "weights": jnp.ones(TOKENS.shape),
     }
+    inputs = with_targets_ahead(program, inputs)
 
     @jax.jit
     @jax.value_and_grad

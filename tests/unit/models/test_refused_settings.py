@@ -14,6 +14,7 @@ from graphtrain.config.schema import (
     MixtureOfExperts,
     Model,
     Optimizer,
+    PipelineSettings,
     Precision,
     Program,
 )
@@ -96,9 +97,17 @@ def test_an_adapter_does_not_freeze_biases_that_the_settings_update():
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"target": "cpu:2", "mesh": Mesh(stage=2)}, "mesh.stage"),
-        ({"target": "cpu:2", "mesh": Mesh(context=2)}, "mesh.context"),
-        ({"adapter": Adapter(rank=4, alpha=8)}, "adapter"),
+        (
+            {"mesh": Mesh(stage=2), "pipeline": PipelineSettings(schedule="1f1b")},
+            'pipeline.schedule = "1f1b": it divides the positions',
+        ),
+        (
+            {
+                "mesh": Mesh(stage=2, context=2),
+                "batch": replace(BATCH, cross_document_attention=False),
+            },
+            "batch.cross_document_attention = false with mesh.stage and mesh.context",
+        ),
         ({"loss": Loss(kind="dpo"), "batch": replace(BATCH, global_batch_size=2)}, "loss.kind"),
         ({"precision": Precision(compute="float16")}, "precision.compute"),
         (
