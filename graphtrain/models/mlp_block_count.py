@@ -17,7 +17,7 @@ _MOST_BLOCKS = 8
 # 30 / _FEWEST_COLUMNS = 2.3 % of the time of a gated MLP at most.
 _FEWEST_COLUMNS = 1280
 _MIN_SAVING = 1 / 256  # fraction of a device's memory
-_COLUMNS_MULTIPLE = {"tpu": 128}  # columns of a tile; of GPUs 16
+_COLUMNS_MULTIPLE = 16  # columns of a tile
 # Arrays of hidden values that a backward pass has at once: of gate and up the products, their
 # gradients and the gradients' operands, and the values that the last product reads.
 _ARRAYS = {True: 7, False: 4}  # by whether the MLP is gated
@@ -27,22 +27,22 @@ def mlp_block_count(program: ResolvedProgram) -> int:
     """Return the number of blocks of hidden columns in the backward pass of the program's MLPs.
 
     With model.mlp_blocks = "auto" there are blocks where they save at least 1/256 of a device's
-    memory: on GPUs and TPUs, if a layer is recomputed from its input, because other policies of
+    memory: on GPUs, if a layer is recomputed from its input, because other policies of
     remat save the hidden values anyway. Mixtures, LoRA and products in fp8 or int8 have none, nor
     pipelines and gradients that are reduced once for each step.
     """
     model, target = program.model, program.target
     if is_imported(model) or not isinstance(model, Model) or model.mlp_blocks == "none":
         return 1
-    if not (target.is_gpu or target.platform == "tpu") or not _supports_blocks(program):
-        return 1
+    if not target.is_gpu or not _supports_blocks(program):
+        return 1  # XLA for TPUs took minutes longer to compile a small model for v5e with blocks
     rules, batch = program.rules.activations, program.batch
     shards = program.mesh.size(rules.get("mlp", ()))
     token_shards = program.mesh.size(rules.get("batch", ())) * program.mesh.size(
         rules.get("seq", ())
     )
     columns, tokens = model.mlp // shards, batch.microbatch_rows * batch.seq_len / token_shards
-    count = _most_blocks(columns, _COLUMNS_MULTIPLE.get(target.platform, 16))
+    count = _most_blocks(columns)
     hidden_bytes = hidden_arrays(model) * tokens * columns * item_bytes(model.dtype)
     saves = hidden_bytes * (1 - 1 / count)
     return count if saves >= _MIN_SAVING * target.memory_bytes else 1
@@ -77,12 +77,12 @@ def _gradients_have_columns(program: ResolvedProgram) -> bool:
     return used == stored
 
 
-def _most_blocks(columns: int, multiple: int) -> int:
+def _most_blocks(columns: int) -> int:
     """Return the largest power of 2 that divides a device's columns into blocks that are wide."""
     count = 1
     while (
         count < _MOST_BLOCKS
-        and columns % (2 * count * multiple) == 0
+        and columns % (2 * count * _COLUMNS_MULTIPLE) == 0
         and columns // (2 * count) >= _FEWEST_COLUMNS
     ):
         count *= 2

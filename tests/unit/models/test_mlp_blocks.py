@@ -53,7 +53,6 @@ def count(model=None, target="h100:64", mesh=None, rules=("fsdp",), batch=None, 
 def test_wide_mlps_that_are_recomputed_have_as_many_blocks_as_are_wide():
     assert count() == 8
     assert count({"mlp": 5632}) == 4
-    assert count(target="v5p:4x4x4") == 2  # columns of 43 x 128
 
 
 @pytest.mark.parametrize(
@@ -63,6 +62,7 @@ def test_wide_mlps_that_are_recomputed_have_as_many_blocks_as_are_wide():
         {"model": {"remat": "dots"}},
         {"model": {"fused_gate_up": True}},
         {"target": "cpu:64"},
+        {"target": "v5p:4x4x4"},
         {"batch": Batch(global_batch_size=64, seq_len=512)},  # saves too little
         {"mesh": Mesh(fsdp=8, tensor=8), "rules": ("fsdp", "tensor")},  # too narrow
         {"precision": Precision(compute="fp8")},
