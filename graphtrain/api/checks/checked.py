@@ -78,7 +78,7 @@ def check_config(
         errors += [] if is_reported else [str(unknown)]
     if errors:
         raise ConfigError("\n".join(dict.fromkeys(errors)))
-    for line in dict.fromkeys(lines):
+    for line in dict.fromkeys(lines if rank == 0 else ()):
         warn(line)
     return CheckedConfig(config, purpose, source, tuple(overrides), target)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from graphtrain.api.checks.problem import Problem
+from graphtrain.api.checks.weights_folder import processor_problems, tokenizer_problems
 from graphtrain.config.lines import KeyPath
 from graphtrain.config.schema import Config, is_streamed
 from graphtrain.config.user_code import is_user_code
@@ -105,6 +106,8 @@ def _problems_of(config: Config, prefix: str, setting: KeyPath) -> Iterator[Prob
         return
     yield from _vocabulary_problems(config, prefix, largest, description)
     yield from _kind_problems(config, prefix, setting, description)
+    yield from tokenizer_problems(config, prefix, setting, description)
+    yield from processor_problems(config, prefix, setting, description)
     images = description.images if description else None
     if (problem := image_problem(images, row_images(config.program))) is not None:
         settings = setting, _DIRECTORY, ("program", "model", "images")

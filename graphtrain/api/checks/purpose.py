@@ -8,7 +8,10 @@ from typing import Literal
 # missing_data: a dataset that is not on this machine. checkpoint: one of another run.
 # machine: a package, a directory or a file that this machine lacks. compiler: that of the target,
 # which plans do without. doubt: what is computed as asked, and probably not what is wanted.
-Kind = Literal["program", "data", "missing_data", "checkpoint", "machine", "compiler", "doubt"]
+# data_doubt: a dataset that may not be what the model expects.
+Kind = Literal[
+    "program", "data", "missing_data", "checkpoint", "machine", "compiler", "doubt", "data_doubt"
+]
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,14 @@ class Purpose:
 
 
 _EVERY: tuple[Kind, ...] = ("program", "data", "missing_data", "checkpoint", "machine")
-CHECK = Purpose(_EVERY, ("compiler", "doubt"))
+CHECK = Purpose(_EVERY, ("compiler", "doubt", "data_doubt"))
 SHOW = Purpose(("program", "data"))
 PLAN = Purpose(("program", "machine"), ("data", "doubt"))
 SEARCH = Purpose(("machine",), ("data",))  # chooses the mesh and the rules itself
 # A program may be compiled on a machine without the data, and ahead of a permitted change.
 COMPILE = Purpose(
-    ("program", "data", "machine", "compiler"), ("missing_data", "checkpoint", "doubt")
+    ("program", "data", "machine", "compiler"),
+    ("missing_data", "checkpoint", "doubt", "data_doubt"),
 )
 # Programs that generate or score read no dataset, and have batches of their own.
 COMPILE_SERVING = Purpose(
@@ -71,7 +75,7 @@ def run_purpose(*, fresh: bool = False, compiles: bool = False) -> Purpose:
         compiles: whether it compiles the missing programs first.
     """
     errors = _NEW if fresh else _EVERY
-    return Purpose((*errors, "compiler") if compiles else errors)
+    return Purpose((*errors, "compiler") if compiles else errors, ("data_doubt",))
 
 
 def dump_purpose(*, compiles: bool = False, restores: bool = True) -> Purpose:

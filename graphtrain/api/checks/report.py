@@ -25,6 +25,7 @@ from graphtrain.api.checks.purpose import CHECK, Purpose
 from graphtrain.api.checks.samples import samples_problems
 from graphtrain.api.checks.tasks import tasks_problems
 from graphtrain.api.checks.trackers import trackers_problems
+from graphtrain.api.checks.weights_folder import normalization_problems
 from graphtrain.config.schema import Config
 
 _BATCH = ("program", "batch", "global_batch_size")
@@ -47,6 +48,7 @@ def problems(
     """
     kinds = purpose.kinds
     found = [*program_problems(config.program), *position_problems(config)]
+    found += normalization_problems(config)
     found += _outputs({option: path for option, path in (outputs or {}).items() if path})
     trains = purpose.trains_batches and not purpose.weights_only
     if trains and not found:  # fewer hosts would have the same problems

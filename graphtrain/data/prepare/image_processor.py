@@ -46,23 +46,10 @@ class FolderProcessor:
         Raises:
             DataError: the folder has no processor, or an unsupported one.
         """
-        if not folder.is_dir():
-            raise DataError(f"--processor {folder}: is not a folder; name that of the model")
-        files = {name: _read(folder / name) for name in (*_FILES, "config.json")}
-        name = _class_of(folder, files)
-        token = next(
-            (
-                text
-                for file in (files[_FILES[2]], files[_PROCESSOR])
-                if isinstance(text := file.get("image_token"), str)
-            ),
-            _IMAGE_TOKENS[name],
-        )
+        files = _folder_files(folder)
+        name, token = _class_of(folder, files), _image_token(folder, files)
         _load(str(folder))  # before the versions: raises if the extra is not installed
-        settings = {file: files[file] for file in (_PROCESSOR, _PREPROCESSOR)}
-        versions = [importlib.metadata.version(one) for one in ("transformers", "pillow")]
-        identity = json.dumps([name, token, settings, versions], sort_keys=True)
-        return cls(str(folder), name, token, hashlib.sha256(identity.encode()).hexdigest())
+        return cls(str(folder), name, token, _digest(name, token, files))
 
     def template(self, tokenizer: Tokenizer) -> Template:
         """Return the chat template of the folder, from the file that AutoProcessor reads first.
@@ -169,6 +156,39 @@ def _class_of(folder: Path, files: dict[str, dict[str, Any]]) -> str:
             f"prepared for {' and '.join(_IMAGE_TOKENS)}"
         )
     return name
+
+
+def processor_digest(folder: Path) -> str:
+    """Return the digest of the processor of a folder, without loading it.
+
+    Raises:
+        DataError: the folder has no processor, or an unsupported one.
+        PackageNotFoundError: transformers or Pillow is not installed.
+    """
+    files = _folder_files(folder)
+    return _digest(_class_of(folder, files), _image_token(folder, files), files)
+
+
+def _folder_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the contents of the files that describe the processor of a folder, by name."""
+    if not folder.is_dir():
+        raise DataError(f"--processor {folder}: is not a folder; name that of the model")
+    return {name: _read(folder / name) for name in (*_FILES, "config.json")}
+
+
+def _image_token(folder: Path, files: dict[str, dict[str, Any]]) -> str:
+    """Return the text of the placeholder that the files name, else that of the class."""
+    named = (files[name].get("image_token") for name in (_FILES[2], _PROCESSOR))
+    default = _IMAGE_TOKENS[_class_of(folder, files)]
+    return next((text for text in named if isinstance(text, str)), default)
+
+
+def _digest(name: str, token: str, files: dict[str, dict[str, Any]]) -> str:
+    """Return the digest of a processor: of its settings, and of what computes the pixels."""
+    settings = {file: files[file] for file in (_PROCESSOR, _PREPROCESSOR)}
+    versions = [importlib.metadata.version(one) for one in ("transformers", "pillow")]
+    identity = json.dumps([name, token, settings, versions], sort_keys=True)
+    return hashlib.sha256(identity.encode()).hexdigest()
 
 
 @lru_cache(maxsize=2)
