@@ -4,17 +4,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from graphtrain.api.checks.images import image_data_problems
 from graphtrain.api.checks.problem import Problem
 from graphtrain.api.checks.weights_folder import processor_problems, tokenizer_problems
 from graphtrain.config.lines import KeyPath
 from graphtrain.config.schema import Config, is_streamed
 from graphtrain.config.user_code import is_user_code
-from graphtrain.data.batches.row_images import image_problem
 from graphtrain.data.indexed.dataset import dataset_paths
 from graphtrain.data.indexed.description import DatasetDescription, read_description
 from graphtrain.errors import CacheError, ConfigError, DataError
 from graphtrain.files import missing_dataset_file
-from graphtrain.run.training_data import row_images
 
 _DIRECTORY = ("run", "data", "directory")
 _TRAIN, _VALIDATION = ("run", "data", "train"), ("run", "data", "validation")
@@ -108,10 +107,7 @@ def _problems_of(config: Config, prefix: str, setting: KeyPath) -> Iterator[Prob
     yield from _kind_problems(config, prefix, setting, description)
     yield from tokenizer_problems(config, prefix, setting, description)
     yield from processor_problems(config, prefix, setting, description)
-    images = description.images if description else None
-    if (problem := image_problem(images, row_images(config.program))) is not None:
-        settings = setting, _DIRECTORY, ("program", "model", "images")
-        yield Problem("data", f"{name}: {prefix} {problem}", settings)
+    yield from image_data_problems(config, prefix, setting, description)
 
 
 def _vocabulary_problems(

@@ -8,6 +8,7 @@ from graphtrain.api.checks.code import code_problems
 from graphtrain.api.checks.data import data_problems
 from graphtrain.api.checks.export import export_problems
 from graphtrain.api.checks.fallback import fallback_problems
+from graphtrain.api.checks.images import room_problems
 from graphtrain.api.checks.machine import (
     compiler_problems,
     model_problems,
@@ -48,7 +49,7 @@ def problems(
     """
     kinds = purpose.kinds
     found = [*program_problems(config.program), *position_problems(config)]
-    found += normalization_problems(config)
+    found += [*room_problems(config), *normalization_problems(config)]
     found += _outputs({option: path for option, path in (outputs or {}).items() if path})
     trains = purpose.trains_batches and not purpose.weights_only
     if trains and not found:  # fewer hosts would have the same problems
