@@ -23,8 +23,12 @@ _NAMES_EMBEDDING = re.compile(r"(embed_tokens|wte|embed_in|word_embeddings)\b")
 def sizes_unknown(program: Program) -> bool:
     """Return whether the model's sizes are unknown without building its PyTorch module.
 
-    Callers that must not build the module, such as a run, check this first.
+    Callers that must not build the module, such as a run, check this first. The config.json of a
+    model of text and images leaves sizes to defaults that only its module has.
     """
+    model = program.model
+    if isinstance(model, TorchModel) and model.images:
+        return True
     return _native(program, build=False) is None
 
 
