@@ -32,6 +32,7 @@ class _HFConfig(TypedDict, total=False):
     max_position_embeddings: _Count | None
     num_local_experts: _Count | None
     num_experts: _Count | None
+    n_routed_experts: _Count | None
     rope_parameters: dict[str, Any] | None
     rope_scaling: dict[str, Any] | None
     layer_types: list[str] | None
@@ -127,7 +128,7 @@ SIZE_NAMES = {
     "heads": ("num_attention_heads", "n_head", "num_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "mlp": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size"),
-    "experts": ("num_local_experts", "num_experts"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
 }
 
 

@@ -46,9 +46,9 @@ def with_native_model(program: Program) -> Program:
         )
     if native is None:
         raise PlanError(
-            "this estimate needs the sizes of a language model, and neither its configuration nor "
-            "a token embedding shows them; use graphtrain compile, or inspect single arrays with "
-            "--array"
+            "this estimate needs the sizes of a language model, and its configuration and its "
+            "token embedding do not show them, or not which experts process a token; use "
+            "graphtrain compile, or inspect single arrays with --array"
         )
     if native is program.model:
         return program
@@ -61,17 +61,15 @@ def with_native_model(program: Program) -> Program:
 def _with_layers_outside(program: Program, native: Model) -> tuple[Model, PipelineSettings]:
     """Return a native model and its pipeline, if layers of the model are outside of the stages.
 
-    Those of a mixture are the dense layers before it. Others are counted as layers of the stages,
-    which are then divided evenly; `with_padding_layers` adds the memory of their copies.
+    Dense layers before a mixture are in front of the stages in both. Others are counted as layers
+    of the stages, which are then divided evenly; `with_padding_layers` adds the memory of their
+    copies.
     """
     pipeline = program.pipeline
-    outside = native.layers - _layers_in_stages(program, native)
-    if program.mesh.stage == 1 or outside <= 0:
+    outside = native.depth - _layers_in_stages(program, native)
+    if program.mesh.stage == 1 or outside <= native.dense_layers:
         return native, pipeline
-    if native.moe is None or program.adapter is not None:  # of dense layers there is no adapter
-        return native, replace(pipeline, layers_per_stage=None)
-    moe = replace(native.moe, dense_layers=outside, dense_mlp=native.mlp)
-    return replace(native, layers=native.layers - outside, moe=moe), pipeline
+    return native, replace(pipeline, layers_per_stage=None)
 
 
 def _layers_in_stages(program: Program, native: Model) -> int:
@@ -81,7 +79,7 @@ def _layers_in_stages(program: Program, native: Model) -> int:
         return sum(given)
     if not isinstance(model, TorchModel) or model.hf is None:
         return native.layers
-    return native.layers - layers_in_front(model.hf, model.overrides)
+    return native.depth - layers_in_front(model.hf, model.overrides)
 
 
 def _native_adapter(program: Program, native: Model) -> Adapter | None:

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from graphtrain.config.hf_config import SIZE_NAMES, first_int, read_config
-from graphtrain.config.schema import AttentionImplementation, MixtureOfExperts, Model
+from graphtrain.config.schema import (
+    AttentionImplementation,
+    LatentAttention,
+    MixtureOfExperts,
+    Model,
+)
+from graphtrain.torch_frontend.estimated_families import GATED, WITHOUT_GATE
 from graphtrain.torch_frontend.tower_equivalent import language_model_config, tower_equivalent
 
 if TYPE_CHECKING:
@@ -17,18 +23,9 @@ if TYPE_CHECKING:
 
 # Families that do not call graphtrain's attention; docs/guides/torch.md, Attention.
 _OWN_ATTENTION = ("bloom", "falcon", "gpt_neo")
-# Families whose MLP has no gate.
-_WITHOUT_GATE = (
-    "bloom",
-    "falcon",
-    "gpt2",
-    "gpt_neo",
-    "gpt_neox",
-    "gptj",
-    "opt",
-    "phi",
-    "starcoder2",
-)
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+# Settings with which only some layers have experts; a native model has them in a run of layers.
+_EXPERTS_IN_SOME_LAYERS = ("decoder_sparse_step", "mlp_only_layers", "moe_layer_interval")
 
 
 def native_equivalent(model: TorchModel, *, build: bool = True) -> Model | None:
@@ -47,34 +44,102 @@ def native_equivalent(model: TorchModel, *, build: bool = True) -> Model | None:
         if tower_equivalent(model, build=build) is None:
             return None
         config = language_model_config(model, build=build)
+    elif not _has_known_sizes(config):
+        return _module_equivalent(model) if build else None
     try:
         return _configured_equivalent(model, config)
     except ValidationError:  # sizes of a family that a native model cannot have, or damaged ones
         return None
 
 
+def _has_known_sizes(config: Mapping[str, Any]) -> bool:
+    """Return whether a native model has the parameters that such a configuration describes."""
+    irregular = any(config.get(name) not in (None, 0, 1, []) for name in _EXPERTS_IN_SOME_LAYERS)
+    return config["model_type"] in GATED | WITHOUT_GATE and not irregular
+
+
 def _configured_equivalent(model: TorchModel, config: Mapping[str, Any]) -> Model | None:
     sizes: dict[str, Any] = {name: first_int(config, names) for name, names in SIZE_NAMES.items()}
     if not (sizes["layers"] and sizes["embed"] and sizes["heads"]):
         return None
-    experts = sizes.pop("experts")
-    per_token = config.get("num_experts_per_tok", 2)
+    mlp = sizes["mlp"] or 4 * sizes["embed"]
+    moe = _mixture(config, sizes["experts"], dense_mlp=mlp)
+    latent = _latent_attention(config)
     assert model.vocab is not None
     return Model(
-        layers=sizes["layers"],
+        layers=sizes["layers"] - (moe.dense_layers if moe else 0),
         embed=sizes["embed"],
         heads=sizes["heads"],
-        kv_heads=1 if config.get("multi_query") else sizes["kv_heads"],
-        head_dim=config.get("head_dim") or sizes["embed"] // sizes["heads"],
-        mlp=sizes["mlp"] or 4 * sizes["embed"],
+        kv_heads=_kv_heads(config, sizes["kv_heads"]) if latent is None else None,
+        head_dim=_head_dim(config, sizes["embed"] // sizes["heads"], latent),
+        latent_attention=latent,
+        mlp=_expert_width(config, mlp) if moe else mlp,
         vocab=model.vocab,
-        activation="gelu" if config["model_type"] in _WITHOUT_GATE else "swiglu",
+        activation="gelu" if config["model_type"] in WITHOUT_GATE else "swiglu",
         tie_word_embeddings=bool(config.get("tie_word_embeddings")),
-        moe=MixtureOfExperts(experts=experts, experts_per_token=per_token) if experts else None,
+        moe=moe,
         dtype=model.dtype,
         remat=model.remat,
         attention=_attention(model, config["model_type"]),
     )
+
+
+def _mixture(
+    config: Mapping[str, Any], experts: int | None, *, dense_mlp: int
+) -> MixtureOfExperts | None:
+    """Return the mixture of experts that a configuration describes; None if it has none.
+
+    Dense layers are those before the mixture (DeepSeek, GLM); of other arrangements, every layer
+    counts as one with experts.
+    """
+    if not experts:
+        return None
+    in_front = first_int(config, ("first_k_dense_replace",)) or 0
+    return MixtureOfExperts(
+        experts=experts,
+        experts_per_token=first_int(config, _EXPERTS_PER_TOKEN) or 2,
+        shared_expert_mlp=_shared_width(config, dense_mlp),
+        dense_layers=in_front,
+        dense_mlp=dense_mlp if in_front else None,
+    )
+
+
+def _expert_width(config: Mapping[str, Any], dense_mlp: int) -> int:
+    """Return the hidden width of an expert; families without dense layers call it that of MLPs."""
+    return first_int(config, ("moe_intermediate_size",)) or dense_mlp
+
+
+def _shared_width(config: Mapping[str, Any], dense_mlp: int) -> int | None:
+    """Return the hidden width of the experts that process every token; None if there are none."""
+    width = first_int(config, ("shared_expert_intermediate_size",))
+    count = first_int(config, ("n_shared_experts",)) or 0
+    return width or count * _expert_width(config, dense_mlp) or None
+
+
+def _latent_attention(config: Mapping[str, Any]) -> LatentAttention | None:
+    """Return the sizes of multi-head latent attention; None if the model has another one."""
+    rank, rotated, value = (
+        first_int(config, (name,)) for name in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
+    )
+    if not (rank and rotated and value):
+        return None
+    return LatentAttention(
+        kv_lora_rank=rank,
+        q_lora_rank=first_int(config, ("q_lora_rank",)),
+        qk_rope_head_dim=rotated,
+        v_head_dim=value,
+    )
+
+
+def _head_dim(config: Mapping[str, Any], default: int, latent: LatentAttention | None) -> Any:
+    """Return the width of a query head, which Model checks."""
+    if latent is not None:
+        return (first_int(config, ("qk_nope_head_dim",)) or 0) + latent.qk_rope_head_dim
+    return config.get("head_dim") or default
+
+
+def _kv_heads(config: Mapping[str, Any], stated: int | None) -> int | None:
+    return 1 if config.get("multi_query") else stated
 
 
 def _attention(model: TorchModel, kind: str) -> AttentionImplementation:
@@ -84,7 +149,10 @@ def _attention(model: TorchModel, kind: str) -> AttentionImplementation:
 
 
 def _module_equivalent(model: TorchModel) -> Model | None:
-    """Return a model with equally many matrix weights (the N of 6 N FLOPs) and as wide queries."""
+    """Return a model with equally many matrix weights (the N of 6 N FLOPs) and as wide queries.
+
+    None for a mixture of experts, whose tokens use only some of these weights.
+    """
     from graphtrain.torch_frontend.blocks import list_lengths
     from graphtrain.torch_frontend.language_model import TorchLanguageModel
 
@@ -94,6 +162,8 @@ def _module_equivalent(model: TorchModel) -> Model | None:
     assert model.vocab is not None
     layers = max(list_lengths(opened.block_lists).values(), default=1)
     specs = list(opened.specs().values())
+    if any("experts" in spec.axes for spec in specs):
+        return None
     tables = [spec for spec in specs if {"vocab", "embed"} <= {*spec.axes}]
     matrices = [
         spec
