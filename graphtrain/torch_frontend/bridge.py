@@ -94,6 +94,7 @@ class TraceEnvironment(TorchaxEnvironment):
             self.override_op_definition(operation, self._attend)
         self.override_op_definition(torch.nn.functional.linear, self._linear)
         self.override_op_definition(torch.addmm, self._addmm)
+        self.override_op_definition(torch.ops.aten.erfinv_, _erfinv_in_place)
         override_random_operations(self)
 
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -118,6 +119,7 @@ class TraceEnvironment(TorchaxEnvironment):
                 return tensor
             return Tensor(jax.lax.stop_gradient(array), self)
 
+        result = pytree.tree_map(private_torch.stop_slice_gradient, result)
         return pytree.tree_map_only(Tensor, without_gradient, result)
 
     def _with_torch_promotion(self, args: Any, result: Any) -> Any:
@@ -125,7 +127,7 @@ class TraceEnvironment(TorchaxEnvironment):
 
         JAX promotes bfloat16 times a 0-dimensional float32 to float32, and all results after it.
         """
-        operands = [arg.jax() for arg in args if isinstance(arg, Tensor)]
+        operands = [arg.jax() for arg in args if private_torch.is_traced(arg)]
         floats = [array.dtype for array in operands if jnp.issubdtype(array.dtype, jnp.floating)]
         wide = [array.dtype for array in operands if array.ndim and array.dtype in floats]
         if not wide or not isinstance(result, Tensor) or len({*floats}) == 1:
@@ -303,6 +305,11 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:
         return np.asarray(tensor.detach().float().numpy(), jnp.bfloat16)
     return tensor.detach().numpy()
+
+
+def _erfinv_in_place(tensor: Tensor) -> Tensor:
+    """Replace values by their inverse error function; torchax lacks it, initial values use it."""
+    return tensor.apply_jax_(jax.scipy.special.erfinv)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torchax.tensor import Environment, Tensor
 
 from graphtrain.errors import ImportedModelError
+from graphtrain.torch_frontend import private_torch
 
 _TENSOR = object()  # placeholder for a saved tensor
 
@@ -63,9 +64,12 @@ def apply_function(cls: Any, args: tuple[Any, ...], environment: Environment) ->
         results[:] = [structure]
         leaves, context_structure = pytree.tree_flatten(vars(context))
         contexts[:] = [
-            ([_TENSOR if _is_tensor(leaf) else leaf for leaf in leaves], context_structure)
+            (
+                [_TENSOR if private_torch.is_traced(leaf) else leaf for leaf in leaves],
+                context_structure,
+            )
         ]
-        saved = [leaf.jax() for leaf in leaves if _is_tensor(leaf)]
+        saved = [leaf.jax() for leaf in leaves if private_torch.is_traced(leaf)]
         return [tensor.jax() for tensor in flat], saved
 
     @jax.custom_vjp
@@ -104,7 +108,3 @@ def _forward(cls: Any, context: _Context, args: list[Any]) -> Any:
     out = cls.forward(*args)
     cls.setup_context(context, tuple(args), out)
     return out
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)

@@ -21,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from graphtrain.errors import ImportedModelError
+from graphtrain.torch_frontend import private_torch
 from graphtrain.torch_frontend.random_values import RandomValue, RandomValues
 
 _UNINITIALIZED = (
@@ -97,7 +98,8 @@ def build_on_meta(factory: Callable[[], torch.nn.Module]) -> MetaModule:
         ImportedModelError: the factory returns no module, or a buffer is random.
     """
     recorder = _Recorder()
-    with recorder, recorder.orthogonal_matrices():
+    truncated_normals = private_torch.replacing_truncated_normal(_truncated_normal)
+    with recorder, recorder.orthogonal_matrices(), truncated_normals:
         module = factory()
     if not isinstance(module, torch.nn.Module):
         raise ImportedModelError(
@@ -124,6 +126,7 @@ class _Recorder(TorchFunctionMode):
         self._changes: dict[int, list[InitOperation]] = {}
         self._random = RandomValues()
         self._aliases: dict[int, torch.nn.Parameter] = {}  # by the id of a parameter's .data
+        self._drawn: set[int] = set()  # storages with numbers that PyTorch drew
         self._seen: list[torch.Tensor] = []  # referenced, so that ids stay unique
 
     def __torch_function__(
@@ -149,10 +152,17 @@ class _Recorder(TorchFunctionMode):
             others = {key: value for key, value in kwargs.items() if value is not changed}
             self._random.record_overwriting(changed, func, args[1:], others)
         else:
+            self._note_drawn(name, result)
             self._random.record(func, args, kwargs, result)
             if isinstance(changed, torch.nn.Parameter) and changed is not first:
                 self._random.forget(changed)  # its .data or a view may have been changed
         return result
+
+    def _note_drawn(self, name: str, result: Any) -> None:
+        """Note that PyTorch drew numbers into a tensor that is no parameter, or not yet one."""
+        if name in _DRAWING and isinstance(result, torch.Tensor) and not result.is_meta:
+            self._drawn.add(private_torch.storage_id(result))
+            self._seen.append(result)
 
     @contextmanager
     def orthogonal_matrices(self) -> Iterator[None]:
@@ -177,6 +187,8 @@ class _Recorder(TorchFunctionMode):
             self._changes[id(parameter)] = []
         if name in _OVERWRITING:
             self._changes[id(parameter)].clear()
+            if not parameter.is_meta:
+                self._drawn.discard(private_torch.storage_id(parameter))
         kwargs = {key: value for key, value in kwargs.items() if key not in ("generator", "tensor")}
         arguments = tuple(self._to_plain_value(arg) for arg in args)
         settings = tuple(
@@ -198,6 +210,8 @@ class _Recorder(TorchFunctionMode):
         # Numbers that were drawn into a tensor with data, as one of torch.zeros, are drawn anew.
         is_drawn = any(change.is_random for change in changes)
         if not parameter.is_meta and not is_drawn:
+            if private_torch.storage_id(parameter) in self._drawn:
+                return ()  # drawn before it was a parameter, by PyTorch's seed
             values = parameter.detach().float()
             if values.numel() and bool((values == values.reshape(-1)[0]).all()):
                 return (InitOperation("fill_", (float(values.reshape(-1)[0]),)),)
@@ -206,6 +220,19 @@ class _Recorder(TorchFunctionMode):
         if not known or any(_UNKNOWN in map(_identity, change.arguments) for change in changes):
             return ()
         return tuple(changes)
+
+
+def _truncated_normal(
+    tensor: torch.Tensor, mean: float, std: float, low: float, high: float, **_: Any
+) -> torch.Tensor:
+    """Draw as trunc_normal_ does, by operations that can be repeated.
+
+    PyTorch does nothing on the device "meta", and else draws until all numbers are inside.
+    """
+    scale = std * math.sqrt(2.0)
+    with torch.no_grad():
+        tensor.uniform_(math.erf((low - mean) / scale), math.erf((high - mean) / scale))
+        return tensor.erfinv_().mul_(scale).add_(mean).clamp_(low, high)
 
 
 def _copies_no_data(changed: Any, name: str, args: tuple[Any, ...]) -> bool:

@@ -394,8 +394,9 @@ class OpenedModel:
             return operations
         raise ImportedModelError(
             f"the initial values of {name} are unknown: its constructor does not fill it by "
-            "torch.nn.init or an in-place method of tensors; fill it so (for example by "
-            "torch.nn.init.normal_), and the init graph can repeat it"
+            "torch.nn.init or an in-place method of tensors; fill the parameter so, not a tensor "
+            "that becomes one (for example by torch.nn.init.normal_), and the init graph can "
+            "repeat it"
         )
 
     def forward(

@@ -139,8 +139,11 @@ def parts_of(opened: OpenedModel) -> PipelineParts:
         dependencies_at_stages(lambda scan: scan.block_arguments()),
     )
     x = before.results[0]
-    if len(x.shape) != 3:
-        raise cannot_split(f"its blocks get a hidden state of shape {x.shape}, not (2, 4, width)")
+    if len(x.shape) != 3 or x.shape[:2] != _TOKENS:
+        raise cannot_split(
+            f"for tokens of shape {_TOKENS}, its blocks get a hidden state of shape {x.shape}, not "
+            "(2, 4, width)"
+        )
     if arguments.weights or arguments.key:
         dependency = ", ".join(sorted(arguments.weights)) or "dropout"
         raise cannot_split(

@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
+import jax
 import torch
 
 # Fake tensors and their errors have no public module.
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.utils import stateless
+from torchax.tensor import Tensor
+from torchax.view import View, ViewInfo
 
 __all__ = [
     "DataDependentOutputException",
@@ -30,8 +34,11 @@ __all__ = [
     "has_default_gate",
     "image_text_class",
     "is_operator",
+    "is_traced",
     "reparametrize",
+    "replacing_truncated_normal",
     "set_array",
+    "stop_slice_gradient",
     "storage_id",
     "supports_sdpa",
     "tied_weights",
@@ -48,6 +55,17 @@ def reparametrize(
     by their methods.
     """
     return stateless._reparametrize_module(module, dict(state), tie_weights=True, strict=False)
+
+
+def replacing_truncated_normal(draw: Callable[..., torch.Tensor]) -> AbstractContextManager[Any]:
+    """Return a context in which torch.nn.init.trunc_normal_ draws by another function.
+
+    References to trunc_normal_ that modules hold by import call it too.
+
+    Args:
+        draw: fills a tensor, given it, the mean, the standard deviation and both bounds.
+    """
+    return mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", draw)
 
 
 def writes(tensor: torch.Tensor) -> int:
@@ -82,6 +100,32 @@ def is_operator(target: Any) -> bool:
 def environment_of(tensor: Any) -> Any:
     """Return the environment that a tensor of torchax was made in."""
     return tensor._env
+
+
+def is_traced(value: Any) -> bool:
+    """Return whether a value is a tensor of torchax: one with an array, or a slice of one.
+
+    torchax returns a View, which is no torchax Tensor, from indexing by slices, numbers or None.
+    """
+    return isinstance(value, Tensor | View)
+
+
+class _StopGradient(ViewInfo):
+    """A view of a whole tensor: writes pass through it, gradients do not."""
+
+    def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
+        return jax.lax.stop_gradient(jax_array)
+
+    def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
+        return new_value
+
+    def calculate_output_shape(self, source: jax.Array) -> list[int]:
+        return list(source.shape)
+
+
+def stop_slice_gradient(value: Any) -> Any:
+    """Return a slice of a tensor of torchax without its gradient; other values as they are."""
+    return value.create_sub_view(_StopGradient()) if isinstance(value, View) else value
 
 
 def set_array(tensor: Any, array: Any) -> None:

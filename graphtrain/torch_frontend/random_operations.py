@@ -15,6 +15,8 @@ import torch
 from torchax.ops import mappings
 from torchax.tensor import Environment, Tensor
 
+from graphtrain.torch_frontend import private_torch
+
 _Sampler = Callable[..., jax.Array]
 _ENDS = {"from": "start", "to": "end"}  # PyTorch's names of arguments
 
@@ -87,7 +89,7 @@ def _normal_function(environment: Environment) -> Callable[..., Tensor]:
             key = environment.get_and_rotate_prng_key()
             like = jax.ShapeDtypeStruct(tuple(size), mappings.t2j_dtype(dtype))
             return Tensor(_normal(key, like, mean, std).astype(like.dtype), environment)
-        arrays = [each.jax() for each in (mean, std) if isinstance(each, Tensor)]
+        arrays = [each.jax() for each in (mean, std) if private_torch.is_traced(each)]
         shape = jnp.broadcast_shapes(*(array.shape for array in arrays))
         like = jax.ShapeDtypeStruct(shape, jnp.result_type(*arrays))
         drawn = _normal(environment.get_and_rotate_prng_key(), like).astype(like.dtype)

@@ -199,7 +199,7 @@ class Scan:
         def run(hidden: jax.Array, arrays: Arrays, key: jax.Array) -> Any:
             out = self._block(block, call, hidden, arrays, key)
             leaves, call.structure = pytree.tree_flatten(out)
-            return [leaf.jax() if isinstance(leaf, Tensor) else None for leaf in leaves]
+            return [leaf.jax() if private_torch.is_traced(leaf) else None for leaf in leaves]
 
         # Only shapes are needed; 1F1B calls the head on fewer positions than a kernel supports.
         with self.environment.without_kernels(), without_recording():
@@ -211,7 +211,7 @@ class Scan:
 
         def run(hidden: jax.Array, arrays: Arrays, key: jax.Array) -> Any:
             out = self._block(block, call, hidden, arrays, key)
-            return [leaf.jax() for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+            return [leaf.jax() for leaf in pytree.tree_leaves(out) if private_torch.is_traced(leaf)]
 
         with without_recording():
             program = str(jax.make_jaxpr(run)(*self._shapes(position)))
@@ -276,7 +276,7 @@ class Scan:
     def block_arguments(self) -> list[jax.Array]:
         """Return the arrays that blocks get in addition to the hidden state."""
         leaves = pytree.tree_leaves([(call.args, call.kwargs) for call in self.calls])
-        return [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)]
+        return [leaf.jax() for leaf in leaves if private_torch.is_traced(leaf)]
 
     def scan_rows(
         self, hidden: jax.Array, rows: Any, keys: jax.Array, real: jax.Array | None = None
@@ -410,11 +410,11 @@ def _checkpointed(
             with environment.override_property(prng=key):
                 out = forward(block, *arguments[0], **arguments[1])
             flat, structure = pytree.tree_flatten(out)
-            static_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
-            return [leaf.jax() if isinstance(leaf, Tensor) else None for leaf in flat]
+            static_leaves = [None if private_torch.is_traced(leaf) else leaf for leaf in flat]
+            return [leaf.jax() if private_torch.is_traced(leaf) else None for leaf in flat]
 
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        arrays = [leaf.jax() if isinstance(leaf, Tensor) else None for leaf in leaves]
+        arrays = [leaf.jax() if private_torch.is_traced(leaf) else None for leaf in leaves]
         out = _checkpoint(run, remat)(environment.get_and_rotate_prng_key(), arrays)
         flat = [
             static_leaf if array is None else Tensor(array, environment)

@@ -112,6 +112,8 @@ def test_blocks_are_given_what_depends_on_tokens_and_drop_what_they_would(pipeli
     ("use", "words"),
     [
         ("weights", "the blocks of blocks get an argument that depends on table"),
+        ("slice", "the blocks of blocks get an argument that depends on table"),
+        ("longer", r"its blocks get a hidden state of shape \(2, 5, 8\), not \(2, 4, width\)"),
         ("two", r"its blocks are in several lists \(blocks and more\)"),
         ("after", "the computation after blocks depends on the tokens"),
         ("dropped", "the computation after blocks depends on dropout"),

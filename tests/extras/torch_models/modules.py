@@ -29,7 +29,8 @@ class NoGrad(Model):
     def between(self, x):
         with torch.no_grad():
             scale = x.square().mean(-1, keepdim=True)
-        return x * scale
+            first = x[:, :1]
+        return x * scale * first
 
 
 class Stateful(Model):
@@ -298,13 +299,19 @@ class Given(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.drop(self.tokens(tokens) * self.table)
-        beside = (tokens > 3).to(x.dtype).unsqueeze(-1)
+        beside = (tokens > 3).to(x.dtype)[..., None]
         if self.use == "weights":
             beside = beside * self.table
+        if self.use == "slice":
+            beside = self.table[None, None]
+        if self.use == "longer":
+            x, beside = (torch.cat((one[:, :1], one), 1) for one in (x, beside))
         for block in self.blocks:
             x = block(x, beside)
         for block in self.more:
             x = block(x)
+        if self.use == "longer":
+            x = x[:, 1:]
         if self.use == "after":
             x = x * beside
         if self.use == "mixed":
@@ -466,3 +473,24 @@ class MaskedLogits(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.table(tokens)) + self.mask.detach()
+
+
+class Truncated(torch.nn.Module):
+    """Truncated normal numbers in parameters with data and without, copied, and drawn before."""
+
+    def __init__(self, vocab: int = 16, drawn_before: bool = False) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(vocab, EMBED)
+        self.head = torch.nn.Linear(EMBED, vocab)
+        self.zeros = torch.nn.Parameter(torch.zeros(64, 8))
+        self.copied = torch.nn.Parameter(torch.empty(64, 8))
+        bounds = {"mean": 1.0, "std": 0.5, "a": 0.5, "b": 2.0}
+        torch.nn.init.trunc_normal_(self.head.weight, **bounds)
+        torch.nn.init.trunc_normal_(self.zeros, **bounds)
+        with torch.no_grad():
+            self.copied.copy_(torch.nn.init.trunc_normal_(torch.empty(64, 8), **bounds))
+        if drawn_before:
+            self.zeros = torch.nn.Parameter(torch.nn.init.trunc_normal_(torch.zeros(64, 8)))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens) * self.zeros.mean() + self.copied.mean())

@@ -5,9 +5,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from scipy import stats
 
 from graphtrain.config.schema import TorchModel
+from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend.model import open_model, open_uncached
+from lowering.trees import flatten
 
 MODULES = Path(__file__).with_name("modules.py")
 
@@ -56,3 +60,29 @@ def test_random_numbers_copied_into_zeros_are_drawn_anew():
     assert 2.0 < float(first["shift"].std()) < 4.0
     for name in ("steps", "shift"):
         assert not jnp.array_equal(first[name], second[name])
+
+
+@pytest.mark.parametrize("path", ["head/weight", "zeros", "copied"])
+def test_truncated_normal_numbers_follow_the_seed(path):
+    model = TorchModel(torch=f"{MODULES}:Truncated", vocab=16, dtype="float32", remat="none")
+    opened, again = open_model(model), open_uncached(model)
+    first, same, other = (
+        np.asarray(flatten(one.initialize(jax.random.key(seed)))[path])
+        for one, seed in ((opened, 0), (again, 0), (opened, 1))
+    )
+    np.testing.assert_array_equal(first, same)
+    assert not np.array_equal(first, other)
+    truncated = stats.truncnorm(-1.0, 2.0, loc=1.0, scale=0.5)
+    assert stats.kstest(first.ravel(), truncated.cdf).pvalue > 1e-3
+
+
+def test_parameters_of_numbers_that_pytorch_drew_are_refused():
+    model = TorchModel(
+        torch=f"{MODULES}:Truncated",
+        vocab=16,
+        dtype="float32",
+        remat="none",
+        overrides={"drawn_before": True},
+    )
+    with pytest.raises(ImportedModelError, match="the initial values of zeros are unknown"):
+        open_model(model).initialize(jax.random.key(0))

@@ -15,6 +15,8 @@ from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment
 
 REMEDIES = {
     "reparametrize": "torch/nn/utils/stateless.py: find what torch.func.functional_call uses now.",
+    "replacing_truncated_normal": "torch/nn/init.py, trunc_normal_: find the function that draws. "
+    "Without it, trunc_normal_ leaves parameters as they were, in silence.",
     "writes": "torch.Tensor._version: find the counter that autograd checks.",
     "storage_id": "torch.UntypedStorage._cdata: find another number that views share; without it, "
     "writes through views train wrong numbers in silence.",
@@ -22,6 +24,9 @@ REMEDIES = {
     "successor with trace_joint=True. The strict front end needs it.",
     "is_operator": "torch/_ops.py: find the class of torch.ops.aten.mm.default.",
     "environment_of": "torchax/tensor.py, class Tensor: find where it keeps its environment.",
+    "is_traced": "torchax/view.py: find what indexing by slices returns. Without it, slices of "
+    "weights that are passed to pipeline stages are zeros in silence.",
+    "stop_slice_gradient": "torchax/view.py: find how a View is made of another one.",
     "set_array": "torchax/tensor.py, class Tensor: find where it keeps its JAX array.",
     "causal_model_class": "transformers/models/auto/auto_factory.py: find the mapping that "
     "from_config reads.",
@@ -59,6 +64,16 @@ def test_a_module_takes_other_parameters_for_a_while():
         assert module.weight is zeros
         assert module.forward(torch.ones(3)).tolist() == [0, 0]
     assert module.weight is before
+
+
+@canary("replacing_truncated_normal")
+def test_truncated_normal_numbers_can_be_drawn_otherwise():
+    def draw(tensor, mean, std, low, high, generator=None):
+        return tensor.fill_(mean + std + low + high)
+
+    with private_torch.replacing_truncated_normal(draw), torch.no_grad():
+        drawn = torch.nn.init.trunc_normal_(torch.zeros(2), 1.0, 2.0, 3.0, 4.0)
+    assert drawn.tolist() == [10.0, 10.0]
 
 
 @canary("writes", "storage_id", "FakeTensorMode")
@@ -99,6 +114,27 @@ def test_a_tensor_of_torchax_has_an_environment_and_an_array():
     assert private_torch.environment_of(tensor) is environment
     private_torch.set_array(tensor, jnp.ones(3))
     np.testing.assert_array_equal(tensor.jax(), np.ones(3))
+
+
+@canary("is_traced")
+def test_slices_are_traced_tensors_too():
+    environment = TraceEnvironment()
+    tensor = Tensor(jnp.zeros(3), environment)
+    with environment:
+        assert all(map(private_torch.is_traced, (tensor, tensor[None], tensor[1:], tensor + 1)))
+    assert not private_torch.is_traced(torch.zeros(3))
+    assert not private_torch.is_traced(jnp.zeros(3))
+
+
+@canary("stop_slice_gradient")
+def test_writes_pass_through_a_slice_without_gradient():
+    environment = TraceEnvironment()
+    tensor = Tensor(jnp.zeros(3), environment)
+    with environment, torch.no_grad():
+        tensor[1:].add_(2.0)
+        kept = private_torch.stop_slice_gradient(tensor)
+    assert kept is tensor
+    np.testing.assert_array_equal(tensor.jax(), [0, 2, 2])
 
 
 @canary("causal_model_class", "accepts_attention", "supports_sdpa")

@@ -350,6 +350,7 @@ def test_a_number_without_dimensions_does_not_make_wider_ones_of_all(environment
     with environment:
         for got in (x * wide, wide - x, x / wide, torch.where(x > wide, x, wide)):
             assert got.dtype == torch.bfloat16
+        assert (x[:1] * wide).dtype == (x * wide[...]).dtype == torch.bfloat16
         assert torch.ops.aten.mul.Tensor(wide, x).dtype == torch.bfloat16
         assert (x * x.float()).dtype == (x.int() * wide).dtype == torch.float32
 
