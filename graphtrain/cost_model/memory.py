@@ -274,8 +274,8 @@ def _at_logits(
     """Return the bytes of gradients and of temporaries when the backward pass begins.
 
     Gradients are sums of earlier microbatches and, on GPUs, gradients of weights outside of the
-    layers. Temporaries are logits with their gradient in bfloat16 and, on TPUs, gradients of the
-    weights outside of the layers before they are scattered.
+    layers. Temporaries are logits with their gradient in the model's dtype and, on TPUs, gradients
+    of the weights outside of the layers before they are scattered.
     """
     mesh, target = program.mesh, program.target
     outside = [each for each in weights if not each.in_layers]
@@ -283,7 +283,7 @@ def _at_logits(
     if program.batch.microbatches > 1:
         sums = sum(each.elements("optimizer", mesh) for each in weights if not each.frozen)
         gradients = max(gradients, 4 * sums)
-    logits = (4 + 2) * sizes.sequences * sizes.logit_positions * sizes.vocab
+    logits = _rounded_logits(sizes)
     if sizes.in_chunks:
         return gradients, logits + _summed_head(weights, mesh)
     if target.platform == "tpu":
@@ -347,12 +347,20 @@ def _partial_sums(program: ResolvedProgram, sizes: DeviceSizes) -> float:
 def _logits_of_stages(program: ResolvedProgram, sizes: DeviceSizes) -> float:
     """Return the bytes of a pipeline's logits and their rounded gradient.
 
-    1F1B shards them over the stages by position.
+    1F1B shards them over the stages by position. Chunks sum the gradient of the LM head, beside
+    that of earlier microbatches.
     """
     if (stages := program.mesh.axes.get("stage", 1)) == 1:
         return _logits(sizes)
-    total_bytes = (4 + sizes.item_bytes) * sizes.sequences * sizes.logit_positions * sizes.vocab
-    return total_bytes / stages if program.pipeline.schedule == "1f1b" else total_bytes
+    total_bytes = _rounded_logits(sizes)
+    is_divided = program.pipeline.schedule == "1f1b" and not sizes.in_chunks
+    return total_bytes / stages if is_divided else total_bytes
+
+
+def _rounded_logits(sizes: DeviceSizes) -> float:
+    """Return the bytes of float32 logits, and of their gradient in the model's dtype."""
+    positions = 4 * sizes.scored_positions + sizes.item_bytes * sizes.logit_positions
+    return positions * sizes.sequences * sizes.vocab
 
 
 def _logits(sizes: DeviceSizes) -> float:

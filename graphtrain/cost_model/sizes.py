@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema.types import item_bytes
-from graphtrain.models.chunk_size import loss_chunk
+from graphtrain.models.chunk_size import loss_chunk, parts_of_chunk
 from lowering.machine.target import Target
 
 _LANES = 128  # elements in a row of a TPU's memory layout
@@ -27,7 +27,8 @@ class DeviceSizes:
     shared: float  # hidden width of the expert of every token
     dense_mlp: float  # of dense layers before those of a mixture
     vocab: float
-    logit_positions: float  # positions whose logits exist at once
+    logit_positions: float  # positions whose logits' gradient exists at once
+    scored_positions: float  # positions whose float32 logits exist at once
     in_chunks: bool  # whether the loss is computed in chunks
     layers: float  # those of its stage, and its share of a microbatch's dense ones before them
     item_bytes: int  # bytes per element of activations
@@ -43,12 +44,13 @@ class DeviceSizes:
             return size / mesh.size(rules.activations.get(axis, ()))
 
         inside, chunk = split(batch.seq_len, "seq"), loss_chunk(program)
+        sequences = split(batch.microbatch_rows, "batch")
         dense_mlp = (model.moe and model.moe.dense_mlp) or 0
         shared = (model.moe and model.moe.shared_expert_mlp) or 0
         # Stages divide the dense layers by microbatches.
         layers = model.depth / mesh.size(rules.parameters.get("layers", ()))
         return cls(
-            sequences=split(batch.microbatch_rows, "batch"),
+            sequences=sequences,
             seq_residual=split(batch.seq_len, "residual"),
             seq_in_block=inside,
             kv_positions=split(batch.seq_len, "kv_seq"),
@@ -59,7 +61,8 @@ class DeviceSizes:
             shared=split(shared, "shared"),
             dense_mlp=split(dense_mlp, "dense_mlp"),
             vocab=split(model.vocab, "vocab"),
-            logit_positions=min(chunk or inside, inside),
+            logit_positions=chunk or inside,
+            scored_positions=chunk / parts_of_chunk(sequences, chunk) if chunk else inside,
             in_chunks=chunk is not None,
             layers=layers,
             item_bytes=item_bytes(model.dtype),

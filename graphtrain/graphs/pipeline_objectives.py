@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.loss_scale import loss_scale, scaled
+from graphtrain.graphs.objectives import loss_head
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.graphs.pipeline_weights import (
     preference_pipeline,
@@ -21,7 +22,9 @@ from graphtrain.graphs.preference import answer_score, pair_count, pipelined_dpo
 from graphtrain.graphs.token_loss import weighted_loss
 from graphtrain.models.ahead import WEIGHTS
 from graphtrain.models.attention.segment_mask import isolate_documents
-from graphtrain.models.pipeline_stages import Keys, LossFunction
+from graphtrain.models.chunk_size import loss_chunk
+from graphtrain.models.chunked_loss import chunked_cross_entropy
+from graphtrain.models.pipeline_stages import HeadLossFunction, Keys, LossFunction
 from lowering.pipeline.schedule import PartWeights, Pipeline
 from lowering.tracing.constrain import constrain
 from lowering.trees import Tree
@@ -119,7 +122,17 @@ def _cross_entropy(
         objective, loss = weighted_loss(program.loss, logits, targets, weights)
         return objective, {"loss": loss}
 
-    return _of_policy(program, stages, score, keys, term_weight, tokens)
+    chunk = loss_chunk(program) if open_language_model(program.model).has_separate_head else None
+    if chunk is None:
+        return _of_policy(program, stages, score, keys, term_weight, tokens)
+    settings = loss_head(program, chunk)
+
+    def score_chunks(hidden: jax.Array, head: jax.Array, microbatch: Tree) -> tuple[Any, Any]:
+        targets, weights = microbatch["targets"], microbatch["weights"]
+        objective, loss = chunked_cross_entropy(hidden, head, targets, weights, settings)
+        return objective, {"loss": loss}
+
+    return _of_policy(program, stages, score, keys, term_weight, tokens, score_chunks)
 
 
 def _preference(
@@ -162,9 +175,10 @@ def _of_policy(
     keys: Keys | None,
     term_weight: jax.Array | float,
     tokens: jax.Array,
+    score_head: HeadLossFunction | None = None,
 ) -> Pipeline:
     """Return the pipeline of the model that is trained; its adapter has the model's keys."""
     model = open_language_model(program.model)
     model_keys = keys if model.has_dropout else None
-    pipeline = model.pipeline(stages, score, model_keys, term_weight, tokens)
+    pipeline = model.pipeline(stages, score, model_keys, term_weight, tokens, score_head)
     return with_adapter(pipeline, program, stages, keys)

@@ -2,7 +2,8 @@
 
 `models.chunked_loss` computes the loss in chunks. In time, each chunk costs a read and a write of
 the head's gradient, to which it adds. In memory, chunks cost that gradient, unsharded over embed,
-in addition to the logits.
+in addition to the logits. Of these, the float32 ones are computed in parts of a chunk, the gradient
+in the model's dtype waits until the chunk is complete.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ from graphtrain.models.flops import step_flops_per_token
 from sharding_rules.errors import ShardingError
 
 # A chunk reads and writes a float32 for each weight of the head. Chunks are long enough for this to
-# be at most 1/50 of the step's time, on a machine with 300 operations per byte of memory traffic;
-# or they have 4,096 tokens per device, for which it is 1/10 of the time of the head's products.
+# be at most 3 % of the step's time, where products reach 165 operations per byte of memory traffic
+# (an H100 at 0.56 of its peak; A100 106, v5e 216: lowering/machine/topologies.toml); or they have
+# 4,096 tokens per device, for which it is a twentieth of the time of the head's products.
 _BYTES_OF_WEIGHT = 8
-_OPERATIONS_OF_BYTE = 300
-_MAX_OVERHEAD = 1 / 50
+_OPERATIONS_OF_BYTE = 165
+_MAX_OVERHEAD = 0.03
 _TOKENS = 4096
-_FEWEST_TOKENS = 1024  # fewer rows make the products inefficient
+_FEWEST_TOKENS = 1024  # fewer rows make the products with all weights of the head inefficient
 # Fractions of a device's memory. Savings below the first are not worth a loop. Chunks are shorter
 # if their logits would exceed the second, as those of _TOKENS do with a large vocabulary.
 _MIN_SAVING = 1 / 256
 _MAX_LOGITS_SHARE = 1 / 16
 _ROWS = 8  # rows of a tile, of which the positions of a chunk are a multiple
+# A chunk's logits are computed in parts, which cost next to nothing: they only read the head's
+# weights in the model's dtype once more.
+_MOST_PARTS = 4
+_FEWEST_TOKENS_OF_PART = 512
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,9 @@ class Logits:
         """Number of tokens."""
         return self.sequences * self.positions
 
-    def bytes_of(self, tokens: int) -> int:
-        """Return the bytes of the float32 logits of `tokens` tokens, and of their gradient."""
-        return (4 + self.item) * tokens * self.vocab
+    def bytes_of(self, tokens: int, parts: int = 1) -> int:
+        """Return the bytes of `tokens` logits' gradient, and of the float32 logits of a part."""
+        return (4 // parts + self.item) * tokens * self.vocab
 
 
 def loss_chunk(program: ResolvedProgram) -> int | None:
@@ -61,21 +67,29 @@ def loss_chunk(program: ResolvedProgram) -> int | None:
         program: settings; the model is native, as others have no separate LM head.
 
     Raises:
-        ShardingError: as check_chunk.
+        ShardingError: as check_chunk, or a number in a pipeline with multi-token prediction.
     """
     setting, rules, mesh = program.loss.chunk, program.rules, program.mesh
     if setting == "none":
         return None
     positions = program.batch.seq_len // mesh.size(rules.activations.get("seq", ()))
+    if program.pipeline.schedule == "1f1b":  # whose stages share the positions of a loss
+        positions //= mesh.axes.get("stage", 1)
+    model, batch, target = program.model, program.batch, program.target
+    has_two_losses = model.mtp_loss_weight is not None and mesh.axes.get("stage", 1) > 1
     if setting != "auto":
+        if has_two_losses:
+            raise ShardingError(
+                "loss.chunk is not supported with a pipeline and program.model.mtp_loss_weight; "
+                "remove one of them, or set mesh.stage = 1"
+            )
         check_chunk(setting, positions)
         return setting
-    model, batch, target = program.model, program.batch, program.target
     if (
         not (target.is_gpu or target.platform == "tpu")
         or program.loss.kind != "cross_entropy"
         or program.loss.custom is not None
-        or mesh.axes.get("stage", 1) > 1
+        or has_two_losses
         or mesh.size(rules.activations.get("vocab", ())) > 1
     ):
         return None
@@ -103,6 +117,24 @@ def check_chunk(chunk: int, positions: int) -> None:
         )
 
 
+def parts_of_chunk(sequences: float, positions: int) -> int:
+    """Return the number of parts of a chunk, of which one has float32 logits at once.
+
+    Args:
+        sequences: Sequences of a device in a chunk.
+        positions: Positions of each in a chunk.
+    """
+    return next(
+        (
+            parts
+            for parts in (_MOST_PARTS, _MOST_PARTS // 2)
+            if positions % (parts * _ROWS) == 0
+            and sequences * positions // parts >= _FEWEST_TOKENS_OF_PART
+        ),
+        1,
+    )
+
+
 def best_chunk(logits: Logits, memory_bytes: int) -> int | None:
     """Return the shortest chunk that costs little time.
 
@@ -120,7 +152,7 @@ def best_chunk(logits: Logits, memory_bytes: int) -> int | None:
     head_gradient_bytes = 4 * logits.embed * logits.vocab
     unchunked_bytes, chunked_bytes = (
         logits.bytes_of(logits.tokens),
-        logits.bytes_of(logits.sequences * chunk),
+        logits.bytes_of(logits.sequences * chunk, parts_of_chunk(logits.sequences, chunk)),
     )
     return (
         chunk

@@ -15,6 +15,7 @@ are computed in the forward pass
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from graphtrain.models.attention.score_mods import soft_cap
-from graphtrain.models.chunk_size import check_chunk
+from graphtrain.models.chunk_size import check_chunk, parts_of_chunk
 from graphtrain.models.loss import one_hot_mask, target_scores
 from graphtrain.models.quantized_matmul import gradient_dot, parameter_dot
 from graphtrain.models.vocab_padding import mask_padding
@@ -35,6 +36,7 @@ from sharding_rules.arrays import ArraySpec
 from sharding_rules.plan import make_layout
 
 _TOKENS = ("batch", None, "seq", None)  # shards of batch, sequences, shards of seq, positions
+_FLOAT32 = jnp.dtype(jnp.float32)
 _LOCAL_DIMENSIONS = (1, 3)  # dimensions that are local to a device: sequences and positions
 
 
@@ -126,22 +128,31 @@ def _over_chunks(
     if differentiate:
         grad_head = _zeros((*token_shards, *head.shape), "batch", "seq", *scored.head_axes)
         gradients = jnp.zeros_like(tokens[0]), grad_head
+    parts = parts_of_chunk(tokens[0].shape[1], scored.chunk)
+    grad_scores = None
+    if differentiate and parts > 1:
+        grad_scores = _room_for_parts(scored, tokens[0], head)
 
     def add(carry: Any, index: jax.Array) -> tuple[Any, None]:
-        sums, gradients = carry
+        sums, gradients, grad_scores = carry
         start = index * scored.chunk
         chunk = [jax.lax.dynamic_slice_in_dim(x, start, scored.chunk, 3) for x in tokens]
-        chunk_sums, grad_scores = _scored(scored, chunk, head_used, differentiate)
+        if parts == 1:
+            chunk_sums, of_scores = _scored(scored, chunk, head_used, differentiate)
+        else:
+            chunk_sums, of_scores = _scored_in_parts(scored, parts, chunk, head_used, grad_scores)
+            grad_scores = of_scores
         sums = jax.tree.map(jnp.add, sums, chunk_sums)
-        if gradients is None or grad_scores is None:
-            return (sums, None), None
+        if gradients is None or of_scores is None:
+            return (sums, None, None), None
         grad_hidden, grad_head = gradients
-        chunk_grad_hidden, chunk_grad_head = _products(scored, chunk[0], head_used, grad_scores)
+        chunk_grad_hidden, chunk_grad_head = _products(scored, chunk[0], head_used, of_scores)
         grad_hidden = jax.lax.dynamic_update_slice_in_dim(grad_hidden, chunk_grad_hidden, start, 3)
-        return (sums, (grad_hidden, grad_head + chunk_grad_head)), None
+        return (sums, (grad_hidden, grad_head + chunk_grad_head), grad_scores), None
 
     chunk_indices = jnp.arange(length // scored.chunk)
-    (sums, gradients), _ = jax.lax.scan(add, (sums, gradients), chunk_indices)
+    carry = sums, gradients, grad_scores
+    (sums, gradients, _), _ = jax.lax.scan(_opaque(add), carry, chunk_indices)
     value, loss = (x.sum() for x in sums)
     if gradients is None:
         return (value, loss), None
@@ -188,12 +199,66 @@ def _sum_shards(grad_head: jax.Array, axes: tuple[str, str]) -> jax.Array:
     )
 
 
-def _zeros(shape: tuple[int, ...], *axes: str) -> jax.Array:
-    """Return float32 zeros, which vary along the manual mesh axes of a surrounding shard_map."""
-    context, zeros = placement(), jnp.zeros(shape, jnp.float32)
+def _zeros(shape: tuple[int, ...], *axes: str | None, dtype: jnp.dtype = _FLOAT32) -> jax.Array:
+    """Return zeros, which vary along the manual mesh axes of a surrounding shard_map."""
+    context, zeros = placement(), jnp.zeros(shape, dtype)
     for mesh_axis in context.manual if context else ():
         zeros = as_varying(zeros, mesh_axis)
     return constrain(zeros, *axes)
+
+
+def _room_for_parts(scored: LossHead, hidden: jax.Array, head: jax.Array) -> jax.Array:
+    """Return zeros in the shape of the gradient of a chunk's scores, which every chunk overwrites.
+
+    Args:
+        scored: Settings.
+        hidden: All hidden states, by shard.
+        head: Weights of the LM head.
+    """
+    vocab = head.shape[scored.head_axes.index("vocab")]
+    shape = *hidden.shape[:3], scored.chunk, vocab
+    return _zeros(shape, *_TOKENS, "vocab", dtype=hidden.dtype)
+
+
+def _scored_in_parts(
+    scored: LossHead,
+    parts: int,
+    chunk: list[jax.Array],
+    head: jax.Array,
+    grad_scores: jax.Array | None,
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
+    """Return what `_scored` does for a chunk; float32 scores exist for one part of it at once.
+
+    Args:
+        scored: Settings.
+        parts: Number of parts.
+        chunk: Hidden states, targets and weights of the chunk.
+        head: Weights of the LM head.
+        grad_scores: Array that the gradient replaces; None: no gradient.
+    """
+    part_length = chunk[0].shape[3] // parts
+
+    def add(carry: Any, index: jax.Array) -> tuple[Any, None]:
+        sums, grad_scores = carry
+        start = index * part_length
+        part = [jax.lax.dynamic_slice_in_dim(x, start, part_length, 3) for x in chunk]
+        part_sums, of_part = _scored(scored, part, head, grad_scores is not None)
+        if grad_scores is not None and of_part is not None:
+            grad_scores = jax.lax.dynamic_update_slice_in_dim(grad_scores, of_part, start, 3)
+        return (jax.tree.map(jnp.add, sums, part_sums), grad_scores), None
+
+    sums = (_zeros((chunk[0].shape[0], chunk[0].shape[2]), "batch", "seq"),) * 2
+    carry: Any = sums, grad_scores
+    return jax.lax.scan(_opaque(add), carry, jnp.arange(parts))[0]
+
+
+def _opaque(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the body of a loop from which JAX hoists nothing.
+
+    Where a pipeline recomputes the loss, JAX would put zeros and token ids, both in the shape of
+    the logits, before the loop: arrays that exist during all of it. There is no gradient here.
+    """
+    return jax.checkpoint(body, prevent_cse=False)
 
 
 def _scored(

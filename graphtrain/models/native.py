@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from graphtrain.models.attention.cache_layout import CachedLayer
     from graphtrain.models.attention.kv_cache import CacheRows
     from graphtrain.models.layer_terms import LayerTerms
-    from graphtrain.models.pipeline_stages import Keys, LossFunction
+    from graphtrain.models.pipeline_stages import HeadLossFunction, Keys, LossFunction
     from graphtrain.models.protocol import LogitsReader
     from lowering.pipeline.schedules import Pipeline
     from lowering.trees import Tree
@@ -149,10 +149,13 @@ class NativeModel:
         keys: Keys | None,
         term_weight: jax.Array | float,
         tokens: jax.Array,
+        score_head: HeadLossFunction | None = None,
     ) -> Pipeline:
         from graphtrain.models import pipeline_stages
 
-        return pipeline_stages.decoder_pipeline(self.settings, stages, score, keys, term_weight)
+        return pipeline_stages.decoder_pipeline(
+            self.settings, stages, score, keys, term_weight, score_head
+        )
 
     def split_for_pipeline(self, parameters: Tree) -> Tree:
         from graphtrain.models import pipeline_stages

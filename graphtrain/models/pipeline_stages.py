@@ -18,6 +18,7 @@ from graphtrain.models.block import (
     RESIDUAL_AXES,
     apply_stack,
     constrain_residual,
+    gather_residual,
     global_attention_layers,
     layer_keys,
     split_key,
@@ -31,6 +32,8 @@ from sharding_rules.pipeline import Stages
 
 # (logits, microbatch) -> (objective to minimize, values to report)
 LossFunction = Callable[[jax.Array, Tree], tuple[jax.Array, Any]]
+# (input of the LM head, its weights, microbatch) -> as LossFunction
+HeadLossFunction = Callable[[jax.Array, jax.Array, Tree], tuple[jax.Array, Any]]
 _FIRST = ("embedding", "dense_layers")  # parameters before the stages
 Keys = Callable[[jax.Array], jax.Array]  # microbatch index -> dropout key
 
@@ -90,6 +93,7 @@ def decoder_pipeline(
     score: LossFunction,
     keys: Keys | None,
     term_weight: jax.Array | float,
+    score_head: HeadLossFunction | None = None,
 ) -> Pipeline:
     """Build the decoder's pipeline: embedding, stages of layers, final norm with LM head.
 
@@ -101,6 +105,7 @@ def decoder_pipeline(
         score: Loss function of logits and microbatch.
         keys: Dropout key of each microbatch; without it there is no dropout.
         term_weight: Weight of the terms of one microbatch's layers.
+        score_head: Loss function with the LM head, in place of `score`.
     """
 
     def keys_of(microbatch_index: jax.Array) -> tuple[Any, Any]:
@@ -128,6 +133,10 @@ def decoder_pipeline(
     def loss_stage(weights: Tree, x: jax.Array, microbatch: Tree) -> tuple[jax.Array, Any]:
         decoder = merge(model, weights)
         normed = record("final_norm", decoder.final_norm(x), *RESIDUAL_AXES)
+        if score_head is not None:
+            with jax.named_scope("head"):
+                hidden, head = gather_residual(normed), decoder.head_weights()
+            return score_head(hidden, head, microbatch)
         logits = record("logits", decoder.unembed(normed), "batch", "seq", "vocab")
         result = score(logits, microbatch)
         if EMBEDDED not in microbatch:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from graphtrain.models.attention.cache_layout import CachedLayer
     from graphtrain.models.attention.kv_cache import CacheRows
     from graphtrain.models.layer_terms import LayerTerms
-    from graphtrain.models.pipeline_stages import Keys, LossFunction
+    from graphtrain.models.pipeline_stages import HeadLossFunction, Keys, LossFunction
     from lowering.pipeline.schedules import Pipeline
     from lowering.trees import Tree
     from sharding_rules.arrays import ArraySpec
@@ -153,6 +153,7 @@ class LanguageModel(Protocol):
         keys: Keys | None,
         term_weight: jax.Array | float,
         tokens: jax.Array,
+        score_head: HeadLossFunction | None = None,
     ) -> Pipeline:
         """Build the Pipeline of the model: what each part computes of one microbatch.
 
@@ -162,6 +163,8 @@ class LanguageModel(Protocol):
             keys: dropout key by microbatch; None disables dropout.
             term_weight: factor of the terms of one microbatch's layers.
             tokens: token ids of all microbatches, (microbatches, batch, seq).
+            score_head: loss function with the LM head, in place of `score`; only for models with
+                has_separate_head.
         """
         ...
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from graphtrain.config.schema import Program, TorchModel
     from graphtrain.models.attention.cache_layout import CachedLayer
     from graphtrain.models.attention.kv_cache import CacheRows
-    from graphtrain.models.pipeline_stages import Keys, LossFunction
+    from graphtrain.models.pipeline_stages import HeadLossFunction, Keys, LossFunction
     from graphtrain.models.protocol import LogitsReader
     from graphtrain.torch_frontend.model import OpenedModel
     from lowering.pipeline.schedules import Pipeline
@@ -129,6 +129,7 @@ class TorchLanguageModel(ModuleFacts):
         keys: Keys | None,
         term_weight: jax.Array | float,
         tokens: jax.Array,
+        score_head: HeadLossFunction | None = None,
     ) -> Pipeline:
         opened = self.opened()
         from graphtrain.torch_frontend import pipeline_parts

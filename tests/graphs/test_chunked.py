@@ -11,7 +11,8 @@ import pytest
 from programs import CUBE, GEMMA, batch, loaded, lower, placed_inputs, program, state_of
 from test_parallel import loss_and_gradients
 
-from graphtrain.config.schema import Adapter, Batch, Loss, Mesh
+from graphtrain.config.schema import Adapter, Batch, Loss, Mesh, PipelineSettings
+from graphtrain.models.chunk_size import parts_of_chunk
 from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
 from sharding_rules.errors import ShardingError
 
@@ -37,6 +38,19 @@ def test_loss_and_gradients_are_those_of_all_logits(mesh):
     assert_close(
         loss_and_gradients(program(loss=CHUNKS, **split)), loss_and_gradients(program(loss=WHOLE))
     )
+
+
+@pytest.mark.parametrize("schedule", ["circular", "1f1b"])
+def test_a_pipeline_has_the_loss_and_gradients_of_all_logits(schedule):
+    stages = {
+        "target": "cpu:4",
+        "mesh": Mesh(data=2, stage=2),
+        "rules": ("data", "pipeline"),
+        "batch": Batch(global_batch_size=8, seq_len=LENGTH, microbatches=2),
+        "pipeline": PipelineSettings(schedule=schedule),
+    }
+    chunks, whole = (loss_and_gradients(program(loss=loss, **stages)) for loss in (CHUNKS, WHOLE))
+    assert_close(chunks, whole)
 
 
 @pytest.mark.parametrize("mesh", SPLIT)
@@ -78,11 +92,13 @@ def test_a_frozen_head_gets_no_gradient():
     assert flops[1] == flops[0]
 
 
-def test_sums_and_gradients_are_those_of_float64():
-    scored = LossHead(chunk=2, tied=True, cap=3.0, z_loss=0.1)
+@pytest.mark.parametrize(("chunk", "length", "parts"), [(2, 6, 1), (512, 1024, 2)])
+def test_sums_and_gradients_are_those_of_float64(chunk, length, parts):
+    assert parts_of_chunk(2, chunk) == parts
+    scored = LossHead(chunk=chunk, tied=True, cap=3.0, z_loss=0.1)
     random = np.random.default_rng(0)
-    hidden, head = random.normal(size=(2, 6, 5)), random.normal(size=(5, 7))
-    targets, weights = random.integers(0, 7, (2, 6)), random.random((2, 6))
+    hidden, head = random.normal(size=(2, length, 5)), random.normal(size=(5, 7))
+    targets, weights = random.integers(0, 7, (2, length)), random.random((2, length))
     weights[0, :3] = 0
 
     def want(hidden, head):
@@ -108,25 +124,9 @@ def test_a_chunk_divides_what_a_device_has_of_a_sequence():
         loaded(of, "gradients")
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"loss": Loss(chunk=5)}, "seq_len = 16 is not a multiple of loss.chunk = 5"),
-        (
-            {
-                "target": "cpu:2",
-                "loss": CHUNKS,
-                "mesh": Mesh(stage=2),
-                "batch": Batch(global_batch_size=8, seq_len=LENGTH, microbatches=2),
-            },
-            "loss.chunk is not supported with a pipeline",
-        ),
-    ],
-    ids=["length", "pipeline"],
-)
-def test_what_chunks_do_not_go_with_is_refused(settings, words):
-    with pytest.raises(Exception, match=words):
-        program(**settings)
+def test_a_chunk_divides_a_sequence():
+    with pytest.raises(ValueError, match="seq_len = 16 is not a multiple of loss"):
+        program(loss=Loss(chunk=5))
 
 
 def test_preferences_have_no_chunks():

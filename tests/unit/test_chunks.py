@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from graphtrain.config.resolve import resolve
-from graphtrain.config.schema import Batch, Loss, Mesh, Model, Program
+from graphtrain.config.schema import Batch, Loss, Mesh, Model, PipelineSettings, Program
 from graphtrain.cost_model.memory import memory
-from graphtrain.models.chunk_size import Logits, best_chunk, loss_chunk
+from graphtrain.models.chunk_size import Logits, best_chunk, loss_chunk, parts_of_chunk
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.json_output import assessment_as_json
 from sharding_rules.errors import ShardingError
@@ -15,6 +15,8 @@ from sharding_rules.plan import make_plan
 
 GB = 10**9
 MODEL = Model(layers=8, embed=1024, heads=16, mlp=2816, vocab=32_000)
+AHEAD = dataclasses.replace(MODEL, mtp_loss_weight=0.3)
+PARTS = Batch(global_batch_size=64, seq_len=2048, microbatches=8)
 DATA = Program(target="h100:8", model=MODEL, batch=Batch(global_batch_size=64, seq_len=2048))
 
 
@@ -26,13 +28,13 @@ def chunk(**changes):
 @pytest.mark.parametrize(
     ("sequences", "positions", "vocab", "embed", "parameters", "memory_bytes", "chunk"),
     [
-        (8, 2048, 32_000, 1024, 0.2 * GB, 80 * GB, 512),  # 4,096 tokens
-        (1, 8192, 32_000, 1024, 0.2 * GB, 80 * GB, 4096),
-        (5, 2048, 32_000, 1024, 0.2 * GB, 80 * GB, 1024),  # 512 would be fewer tokens
-        (8, 2040, 32_000, 1024, 0.2 * GB, 80 * GB, 680),  # divides, in tiles
+        (8, 2048, 32_000, 1024, 0.2 * GB, 80 * GB, 256),  # 2,048 tokens
+        (1, 8192, 32_000, 1024, 0.2 * GB, 80 * GB, 2048),
+        (5, 2048, 32_000, 1024, 0.2 * GB, 80 * GB, 512),  # 256 would be fewer tokens
+        (8, 2040, 32_000, 1024, 0.2 * GB, 80 * GB, 408),  # divides, in tiles
         (2, 4096, 32_000, 4096, 6.7 * GB, 80 * GB, 512),  # the head is little of the step
         (8, 2048, 128_256, 1024, 0.2 * GB, 16 * GB, 128),  # logits that would fill the device
-        (2, 2048, 32_000, 1024, 0.2 * GB, 80 * GB, None),  # no more than a chunk
+        (1, 2048, 32_000, 1024, 0.2 * GB, 80 * GB, None),  # no more than a chunk
         (1, 8192, 32_000, 8192, 0.2 * GB, 80 * GB, None),  # the head's gradient is as large
         (8, 2048, 256, 1024, 0.2 * GB, 80 * GB, None),  # logits are small
         (8, 2047, 32_000, 1024, 0.2 * GB, 80 * GB, None),  # nothing divides it
@@ -48,19 +50,22 @@ def test_a_chunk_is_as_short_as_costs_little_time(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, 512),
-        ({"target": "v5e:2x4"}, 512),
-        ({"mesh": Mesh(fsdp=4, context=2)}, 256),  # of the 1,024 that a device has
-        ({"batch": Batch(global_batch_size=128, seq_len=2048, microbatches=2)}, 512),
-        ({"batch": Batch(global_batch_size=64, seq_len=2048, microbatches=8)}, None),
+        ({}, 256),
+        ({"target": "v5e:2x4"}, 256),
+        ({"mesh": Mesh(fsdp=4, context=2)}, 128),  # of the 1,024 that a device has
+        ({"batch": Batch(global_batch_size=128, seq_len=2048, microbatches=2)}, 256),
+        ({"batch": PARTS}, None),
         ({"mesh": Mesh(data=2, tensor=4)}, None),
+        ({"mesh": Mesh(stage=8), "batch": PARTS}, 256),
         (
             {
                 "mesh": Mesh(stage=8),
-                "batch": Batch(global_batch_size=64, seq_len=2048, microbatches=8),
+                "batch": PARTS,
+                "pipeline": PipelineSettings(schedule="1f1b"),  # 2,048 tokens of each stage
             },
             None,
         ),
+        ({"mesh": Mesh(stage=8), "batch": PARTS, "model": AHEAD}, None),  # two losses
         ({"loss": Loss(kind="dpo")}, None),
         ({"target": "cpu:8"}, None),
         ({"target": "trn1:8"}, None),
@@ -78,12 +83,17 @@ def test_what_a_device_has_of_a_sequence_is_a_multiple():
         chunk(mesh=Mesh(fsdp=4, context=2), loss=Loss(chunk=2048))
 
 
+def test_a_number_is_refused_in_a_pipeline_with_two_losses():
+    with pytest.raises(ShardingError, match=r"pipeline and program\.model\.mtp_loss_weight"):
+        chunk(mesh=Mesh(stage=8), batch=PARTS, model=AHEAD, loss=Loss(chunk=256))
+
+
 def test_the_estimate_has_the_chunks_of_the_program():
     def temporaries(how):
         of = dataclasses.replace(DATA, loss=Loss(chunk=how))
         return memory(resolve(of)).temporaries
 
-    assert temporaries("auto") == temporaries(512) < temporaries("none")
+    assert temporaries("auto") == temporaries(256) < temporaries("none")
 
 
 def test_the_plan_tells_the_chunk():
@@ -91,5 +101,12 @@ def test_the_plan_tells_the_chunk():
         made = resolve(of)
         return assessment_as_json(estimate(made, make_plan({}, made.rules, made.mesh)))
 
-    assert told(DATA)["chunk"] == 512
+    assert told(DATA)["chunk"] == 256
     assert told(dataclasses.replace(DATA, target="cpu:8"))["chunk"] is None
+
+
+@pytest.mark.parametrize(
+    ("sequences", "positions", "parts"), [(8, 256, 4), (4, 256, 2), (1, 1024, 2), (1, 1016, 1)]
+)
+def test_a_part_of_a_chunk_has_at_least_512_tokens(sequences, positions, parts):
+    assert parts_of_chunk(sequences, positions) == parts

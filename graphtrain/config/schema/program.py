@@ -300,11 +300,6 @@ def check_pipeline(program: Program, stages: int) -> Stages:
             positions that cannot be divided among the stages.
     """
     batch, pipeline = program.batch, program.pipeline
-    if program.loss.has_chunks:
-        raise ShardingError(
-            "loss.chunk is not supported with a pipeline, whose stages share the LM head; remove "
-            "it, or set mesh.stage = 1"
-        )
     check_microbatches(batch.microbatches, stages)
     if pipeline.schedule == "1f1b" and batch.seq_len % stages:
         raise ShardingError(
