@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema import is_imported
 from graphtrain.cost_model.assessment import Memory
+from graphtrain.cost_model.head_memory import pending_head_gradient, summed_head
 from graphtrain.cost_model.mixture_memory import ExpertSizes
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.tower import tower_program
@@ -51,7 +51,7 @@ def _memory_of_layers(program: ResolvedProgram, weights: Sequence[ShardedWeight]
     flash = step_uses_flash_kernel(program)
     activations = _saved_activations(program, sizes, flash)
     gradients = _gradients(program, weights)
-    gathered_bytes = _gathered(weights, mesh) + _pending_head_gradient(program, sizes, weights)
+    gathered_bytes = _gathered(weights, mesh) + pending_head_gradient(program, sizes, weights)
     if (blocks := mlp_block_count(program)) > 1 and flash:
         temporaries = _layer_in_blocks(program, sizes, weights, blocks)
     else:
@@ -285,7 +285,7 @@ def _at_logits(
         gradients = max(gradients, 4 * sums)
     logits = _rounded_logits(sizes)
     if sizes.in_chunks:
-        return gradients, logits + _summed_head(weights, mesh)
+        return gradients, logits + summed_head(weights, mesh)
     if target.platform == "tpu":
         logits += 4 * sum(each.used_of_a_layer(mesh) for each in outside if not each.frozen)
     return gradients, logits
@@ -366,33 +366,6 @@ def _rounded_logits(sizes: DeviceSizes) -> float:
 def _logits(sizes: DeviceSizes) -> float:
     """Return the bytes of logits and their gradient, in float32."""
     return 2 * 4 * sizes.sequences * sizes.logit_positions * sizes.vocab
-
-
-def _pending_head_gradient(
-    program: ResolvedProgram, sizes: DeviceSizes, weights: Sequence[ShardedWeight]
-) -> float:
-    """Return the bytes that wait until the LM head's gradient is scattered.
-
-    In native models it is scattered before the layers' backward pass, except in pipelines. In
-    others, in GPU programs that gather the head, the bfloat16 gradient of the logits waits.
-    """
-    head = _head(weights)
-    gathered = head.path == "head" and "fsdp" in head.stored
-    if not is_imported(program.model) or program.target.platform != "cuda" or not gathered:
-        return 0.0
-    return 2 * sizes.sequences * sizes.seq_in_block * sizes.vocab
-
-
-def _summed_head(weights: Sequence[ShardedWeight], mesh: MeshShape) -> float:
-    """Return the bytes of the LM head's gradient that chunks sum: float32, unsharded over embed."""
-    head = _head(weights)
-    return 0.0 if head.frozen else 4 * head.used_of_a_layer(mesh)
-
-
-def _head(weights: Sequence[ShardedWeight]) -> ShardedWeight:
-    """Return the LM head's weights, which are the embedding's if tied."""
-    by_path = {weight.path: weight for weight in weights}
-    return by_path.get("head") or by_path["embedding/tokens"]
 
 
 def _gathered(weights: Sequence[ShardedWeight], mesh: MeshShape) -> float:

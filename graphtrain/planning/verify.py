@@ -54,11 +54,17 @@ def _with_reasons(assessed: Sequence[Candidate]) -> list[Candidate]:
     if not any(candidate.is_timed for candidate in assessed):
         return [*assessed]
     return [
-        replace(candidate, note=f"ranked after those with a time: {candidate.time.profile_note}")
+        _with_reason(candidate)
         if candidate.is_compiled and candidate.time and not candidate.is_timed
         else candidate
         for candidate in assessed
     ]
+
+
+def _with_reason(candidate: Candidate) -> Candidate:
+    assert candidate.time
+    reason = f"ranked after those with a time: {candidate.time.profile_note}"
+    return replace(candidate, note="; ".join(filter(None, (candidate.note, reason))))
 
 
 def _order(candidate: Candidate) -> tuple[object, ...]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +32,8 @@ def measure(function: Callable[..., Any], *arguments: Any) -> Measured:
 def measure_in_turn(function: Callable[..., Any], several: Sequence[tuple[Any, ...]]) -> Measured:
     """Return the seconds of one call of a function, with each of several arguments in turn.
 
-    Where they are together larger than the caches, each call reads its own from memory.
+    Where they are together larger than the caches, each call reads its own from memory: all
+    others are used between two calls with the same.
     """
     return _measure(compiled(function, *several[0]), several)
 
@@ -41,9 +44,13 @@ def measure_compiled(program: Callable[..., Any], *arguments: Any) -> Measured:
 
 
 def _measure(program: Callable[..., Any], several: Sequence[tuple[Any, ...]]) -> Measured:
-    _seconds(program, several, len(several))  # the first call reads memory for the first time
-    calls = max(1, round(_RUN_SECONDS / max(1e-6, _seconds(program, several, 2))))
-    seconds = [_seconds(program, several, calls) for _ in range(RUNS)]
+    # One iterator for all runs: a run that began with the first arguments again would read from
+    # the cache what the run before it left there.
+    in_turn = itertools.cycle(several)
+    _seconds(program, in_turn, len(several))  # the first call reads memory for the first time
+    calls = round(_RUN_SECONDS / max(1e-6, _seconds(program, in_turn, 2)))
+    calls = max(1, calls, math.ceil(len(several) / RUNS))  # the runs have all arguments
+    seconds = [_seconds(program, in_turn, calls) for _ in range(RUNS)]
     median = max(1e-9, statistics.median(seconds))
     return Measured(median, round((max(seconds) - min(seconds)) / median, 3))
 
@@ -62,11 +69,11 @@ def clock() -> Callable[[], float]:
     return time.process_time if jax.default_backend() == "cpu" else time.perf_counter
 
 
-def _seconds(program: Callable[..., Any], several: Sequence[tuple[Any, ...]], calls: int) -> float:
+def _seconds(program: Callable[..., Any], in_turn: Iterator[tuple[Any, ...]], calls: int) -> float:
     now = clock()
     began = now()
     result = None
-    for call in range(calls):
-        result = program(*several[call % len(several)])
+    for arguments in itertools.islice(in_turn, calls):
+        result = program(*arguments)
     jax.block_until_ready(result)
     return (now() - began) / calls

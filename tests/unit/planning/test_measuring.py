@@ -66,6 +66,19 @@ def test_arguments_are_given_in_turn(monkeypatch):
     assert called.count(2) > 1
 
 
+def test_between_two_long_calls_with_the_same_arguments_are_all_others(monkeypatch):
+    """Else the second reads from the cache what the first left there."""
+    called, sets = [], 16
+    monkeypatch.setattr(timing, "compiled", lambda function, *arguments: function)
+    seconds = timing._RUN_SECONDS * 3 / 4
+    monkeypatch.setattr(timing, "clock", lambda: lambda: seconds * len(called))
+    measured = timing.measure_in_turn(called.append, [(value,) for value in range(sets)])
+    assert measured.seconds == pytest.approx(seconds)
+    assert called == [call % sets for call in range(len(called))]
+    warm_up = sets + 2
+    assert {*called[warm_up:]} == {*range(sets)}
+
+
 def test_a_busy_machine_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine, "used_by_others", lambda before: 0.4)

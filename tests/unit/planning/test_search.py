@@ -157,13 +157,15 @@ def test_a_step_that_the_profile_cannot_time_comes_after_those_that_it_can(
                 guess.time, measured=None if note else taken, compute=index, profile_note=note
             )
             memory = replace(guess.memory, source="compiler")
-            answers[name] = replace(guess, memory=memory, time=time)
+            unknown = "no memory of collectives" if note else ""
+            answers[name] = replace(guess, memory=memory, time=time, note=unknown)
         return answers
 
     monkeypatch.setattr("graphtrain.planning.verify.compile_each", answered)
     rows = compile_best(ranked, Cache(tmp_path), 3)
     assert [one.program for one in rows] == [ranked[at].program for at in (1, 2, 0)]
-    assert rows[-1].note == "ranked after those with a time: no profile has measured x"
+    reason = "ranked after those with a time: no profile has measured x"
+    assert rows[-1].note == f"no memory of collectives; {reason}"
     assert rows[-1].seconds < rows[0].seconds and not rows[0].note
 
 

@@ -1,0 +1,57 @@
+"""Memory of the LM head's gradient until it is reduced and scattered, by arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import is_imported
+from graphtrain.cost_model.sizes import DeviceSizes
+from graphtrain.cost_model.weights import ShardedWeight
+from sharding_rules.mesh import MeshShape
+
+
+def pending_head_gradient(
+    program: ResolvedProgram, sizes: DeviceSizes, weights: Sequence[ShardedWeight]
+) -> float:
+    """Return the bytes that wait until the LM head's gradient is scattered.
+
+    It is scattered before the layers' backward pass where reduces_head_first, else during it. Until
+    then its unsharded sum waits if the loss is computed in chunks; otherwise, in GPU programs that
+    gather the head, the bfloat16 gradient of the logits waits.
+    """
+    head = _head(weights)
+    if reduces_head_first(program, head):
+        return 0.0
+    if sizes.in_chunks:
+        return summed_head(weights, program.mesh) if set(head.optimizer) - set(head.in_use) else 0.0
+    gathered = head.path == "head" and "fsdp" in head.stored
+    if program.target.platform != "cuda" or not gathered:
+        return 0.0
+    return 2 * sizes.sequences * sizes.seq_in_block * sizes.vocab
+
+
+def reduces_head_first(program: ResolvedProgram, head: ShardedWeight) -> bool:
+    """Return whether nothing of the head's gradient waits for the layers' backward pass.
+
+    A frozen head has none. Others are reduced by models.head_gradient: in native models, except on
+    CPUs and in steps that are a shard_map (1F1B, gradients that are reduced once for each step).
+    """
+    is_one_forward = program.mesh.axes.get("stage", 1) > 1 and program.pipeline.schedule == "1f1b"
+    is_per_step = program.batch.microbatches > 1 and program.batch.gradient_reduction == "per_step"
+    in_shard_map = is_one_forward or is_per_step
+    if is_imported(program.model):
+        return False
+    return head.frozen or not (in_shard_map or program.target.platform == "cpu")
+
+
+def summed_head(weights: Sequence[ShardedWeight], mesh: MeshShape) -> float:
+    """Return the bytes of the LM head's gradient that chunks sum: float32, unsharded over embed."""
+    head = _head(weights)
+    return 0.0 if head.frozen else 4 * head.used_of_a_layer(mesh)
+
+
+def _head(weights: Sequence[ShardedWeight]) -> ShardedWeight:
+    """Return the LM head's weights, which are the embedding's if tied."""
+    by_path = {weight.path: weight for weight in weights}
+    return by_path.get("head") or by_path["embedding/tokens"]
