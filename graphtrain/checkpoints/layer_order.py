@@ -16,7 +16,7 @@ from graphtrain.checkpoints.layer_rows import (
     Index,
     StackedArray,
     read_reordered_part,
-    stacked_pair,
+    stacked_pairs,
 )
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.errors import TrainingError
@@ -116,7 +116,11 @@ def load_reordered(
         for path, leaf in leaves.items()
     }
     if arrangement.by_shape:
-        pairs = dict(_stacked_pairs(saved_arrays, program_arrays))
+        both = saved_arrays.keys() & program_arrays.keys()
+        pairs = stacked_pairs(
+            {path: (saved_arrays[path].shape, program_arrays[path].shape) for path in both},
+            (rows, program_rows),
+        )
         if not pairs:
             raise TrainingError(
                 f"{checkpoint_path} stacks its layers in as many rows, but in another order: "
@@ -148,14 +152,3 @@ def load_reordered(
         )
 
     return arrangement.load_arrays(described, read)
-
-
-def _stacked_pairs(
-    saved: Mapping[str, StackedArray], program: Mapping[str, StackedArray]
-) -> Iterator[tuple[str, tuple[StackedArray, StackedArray]]]:
-    """Yield the arrays whose shapes differ because a program stacks layers in another order."""
-    for path in saved.keys() & program.keys():
-        both = saved[path], program[path]
-        shapes, rows = (both[0].shape, both[1].shape), (both[0].rows, both[1].rows)
-        if shapes[0] != shapes[1] and (pair := stacked_pair(path, shapes, rows)):
-            yield path, pair

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +75,26 @@ def stacked_pair(
                 StackedArray(path, shapes[1], second, is_stacked=True),
             )
     return None
+
+
+def stacked_pairs(
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    rows: tuple[LayerRows, LayerRows],
+) -> dict[str, tuple[StackedArray, StackedArray]]:
+    """Return the arrays whose shapes differ because two programs stack layers in another order.
+
+    Args:
+        shapes: Unsharded shapes of each array in both orders, by path.
+        rows: Layers of both orders.
+
+    Returns:
+        The arrays in both orders, by path. Empty: the orders differ, and no shape tells of which
+        arrays.
+    """
+    found = {
+        path: stacked_pair(path, both, rows) for path, both in shapes.items() if both[0] != both[1]
+    }
+    return {path: pair for path, pair in found.items() if pair is not None}
 
 
 def read_reordered_part(

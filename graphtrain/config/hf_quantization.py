@@ -88,9 +88,11 @@ def _compressed(settings: Mapping[str, Any]) -> WeightQuantization:
             f"config.json: {QUANTIZATION_CONFIG}.format = {form!r} of compressed-tensors is not "
             f"supported; {_SUPPORTED}: {_ADVICE}"
         )
-    for name in ("transform_config", "sparsity_config"):
-        value = settings.get(name)
-        if value and value != {"format": "dense"}:
+    for name, changes_weights in (
+        ("transform_config", _is_rotated(settings.get("transform_config"))),
+        ("sparsity_config", _is_sparse(settings.get("sparsity_config"))),
+    ):
+        if changes_weights:
             raise WeightsError(
                 f"config.json: {QUANTIZATION_CONFIG}.{name} is not supported: these weights are "
                 f"rotated or sparse, and others than the model's; {_ADVICE}"
@@ -105,6 +107,20 @@ def _compressed(settings: Mapping[str, Any]) -> WeightQuantization:
             f"{len(blocks)} sizes of blocks; only one is: {_ADVICE}"
         )
     return WeightQuantization("fp8", blocks.pop(), scale_suffix="_scale")
+
+
+def _is_rotated(transform: Any) -> bool:
+    """Return whether weights are stored rotated; without a group, no weight is."""
+    if isinstance(transform, Mapping) and "config_groups" in transform:
+        return bool(transform["config_groups"])
+    return bool(transform)
+
+
+def _is_sparse(sparsity: Any) -> bool:
+    """Return whether weights are stored sparse; "dense" comes with a measured sparsity."""
+    if isinstance(sparsity, Mapping):
+        return bool(sparsity) and sparsity.get("format", "dense") != "dense"
+    return bool(sparsity)
 
 
 def _compressed_block(weights: Any) -> tuple[int, int] | None:

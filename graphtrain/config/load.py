@@ -25,6 +25,7 @@ from graphtrain.config.overrides import Override, parse_overrides
 from graphtrain.config.presets import apply_preset
 from graphtrain.config.render import as_document, toml_document
 from graphtrain.config.run_record import CONFIG, warn_if_changed
+from graphtrain.config.saved_settings import check_frozen_biases
 from graphtrain.config.schema import Config
 from graphtrain.errors import ConfigError
 from sharding_rules.documents import MAX_TOML_BYTES, DocumentError, parse_toml, read_text
@@ -56,6 +57,7 @@ def load_config(source: Source, overrides: Sequence[str] = (), target: str | Non
             setting, and the values that it accepts.
     """
     if isinstance(source, Config) and not overrides and target is None:
+        check_frozen_biases(source, "configuration")
         return source
     changes = parse_overrides(overrides, target)
     read = _read_source(source)
@@ -79,6 +81,8 @@ def load_config(source: Source, overrides: Sequence[str] = (), target: str | Non
         # Through JSON, because the strict schema refuses Python dicts and lists.
         config = TypeAdapter(Config).validate_json(json.dumps(document, default=lambda _: None))
         if not blocked and not foreign:
+            is_record = Path(read.name).name == CONFIG and not changes
+            check_frozen_biases(config, read.name, Path(read.name) if is_record else None)
             return _with_data_vocab(config, read.name) if vocab_from_data else config
     except ValidationError as error:
         errors = error.errors(include_url=False)

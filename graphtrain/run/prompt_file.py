@@ -66,7 +66,7 @@ def parse_prompt(value: Any, place: str) -> Prompt:
     """
     if isinstance(value, dict) and ("prompt" in value) != ("messages" in value):
         if "messages" in value:
-            (conversation,) = read_conversations(value, "messages", place)
+            (conversation,) = read_conversations(value, "messages", place, is_prompt=True)
             return Prompt(conversation, place)
         value = value["prompt"]
     if not isinstance(value, str):

@@ -96,8 +96,10 @@ class SafetensorsFiles:
 
     def __init__(self, paths: list[Path]) -> None:
         self._entries: dict[str, _Entry] = {}
+        self.tied: dict[str, str] = {}  # name of a tensor left out: name of the same tensor
         for path in paths:
-            found = _entries(path)
+            found, metadata = _read_header(path)
+            self.tied |= metadata
             for name in found.keys() & self._entries.keys():
                 raise _stored_twice(name, self.path(name), path)
             self._entries |= found
@@ -143,8 +145,8 @@ class SafetensorsFiles:
         return np.array(mapped[index])
 
 
-def _entries(path: Path) -> dict[str, _Entry]:
-    """Return the location of each array in a file, after the library has validated the file."""
+def _read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
+    """Return the location of each array in a file that the library has validated, and metadata."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -155,8 +157,8 @@ def _entries(path: Path) -> dict[str, _Entry]:
             header = parse_object(file.read(min(length, _MOST_HEADER)))
     except (OSError, SafetensorError, ValueError) as error:
         raise WeightsError(f"{path} is not a complete safetensors file: {error}") from error
-    header.pop("__metadata__", None)
-    return {
+    metadata = header.pop("__metadata__", None) or {}
+    entries = {
         name: _Entry(
             path,
             entry["dtype"],
@@ -165,6 +167,7 @@ def _entries(path: Path) -> dict[str, _Entry]:
         )
         for name, entry in header.items()
     }
+    return entries, metadata
 
 
 class BinFiles:
@@ -175,6 +178,7 @@ class BinFiles:
     """
 
     def __init__(self, paths: list[Path]) -> None:
+        self.tied: dict[str, str] = {}  # these files contain all names of a tensor
         self._where: dict[str, Path] = {}
         self._about: dict[str, tuple[str, tuple[int, ...]]] = {}
         for path in paths:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from graphtrain.checkpoints.layer_rows import (
     Index,
     StackedArray,
     read_reordered_part,
-    stacked_pair,
+    stacked_pairs,
 )
 from graphtrain.config.resolve import ResolvedProgram, layer_rows
 from graphtrain.config.schema import Model, Program
@@ -48,7 +48,8 @@ def relaid_parameters(
         described: Shapes, dtypes and shardings of its parameters.
 
     Raises:
-        TrainingError: parameters would have to be copied, and other processes have parts of them.
+        TrainingError: parameters would have to be copied, and other processes have parts of them;
+            or layers are in another order that no shape tells.
     """
     if trained.adapter is not None:
         _check_alone("to merge the adapter")
@@ -58,8 +59,9 @@ def relaid_parameters(
         return load_initial_parameters(merged, program, described, fill)
     arrays, leaves = flatten(parameters), flatten(described)
     order = layer_order_of(program)
-    shapes = [(arrays[path].shape, tuple(like.shape)) for path, like in leaves.items()]
-    rows = order.reordering_from(layer_order_of(trained).rows, shapes)
+    shapes = {path: (arrays[path].shape, tuple(like.shape)) for path, like in leaves.items()}
+    rows = order.reordering_from(layer_order_of(trained).rows, shapes.values())
+    pairs = _orders(shapes, rows, by_shape=order.by_shape) if rows is not None else {}
     same = {
         path
         for path, like in leaves.items()
@@ -74,7 +76,7 @@ def relaid_parameters(
         array = on_host(path)
         if rows is None:
             return array[index]
-        stored, wanted = _orders(path, (array.shape, shape), rows, by_shape=order.by_shape)
+        stored, wanted = pairs[path]
         return read_reordered_part(wanted, stored, index, lambda part: array[part], array.dtype)
 
     others = {path: like for path, like in leaves.items() if path not in same}
@@ -94,20 +96,30 @@ def _check_alone(purpose: str) -> None:
 
 
 def _orders(
-    path: str,
-    shapes: tuple[Shape, Shape],
+    shapes: Mapping[str, tuple[Shape, Shape]],
     rows: tuple[LayerRows, LayerRows],
     *,
     by_shape: bool,
-) -> tuple[StackedArray, StackedArray]:
-    """Return an array in the order of its layers of both programs."""
+) -> dict[str, tuple[StackedArray, StackedArray]]:
+    """Return each array in the order of its layers of both programs."""
+    is_stacked = False if by_shape else None
+    pairs = {
+        path: (
+            StackedArray(path, first, rows[0], is_stacked),
+            StackedArray(path, second, rows[1], is_stacked),
+        )
+        for path, (first, second) in shapes.items()
+    }
     if not by_shape:
-        return StackedArray(path, shapes[0], rows[0]), StackedArray(path, shapes[1], rows[1])
-    pair = stacked_pair(path, shapes, rows) if shapes[0] != shapes[1] else None
-    return pair or (
-        StackedArray(path, shapes[0], rows[0], is_stacked=False),
-        StackedArray(path, shapes[1], rows[1], is_stacked=False),
-    )
+        return pairs
+    found = stacked_pairs(shapes, rows)
+    if not found:
+        raise TrainingError(
+            f"the run stacks its layers in as many rows as the program that takes its weights, but "
+            f"in another order: {rows[0]} instead of {rows[1]}; use the same "
+            "pipeline.layers_per_stage for both"
+        )
+    return pairs | found
 
 
 class _ResidentAdapter:

@@ -49,6 +49,8 @@ def block_rows(
     if not opened.is_stacked(path):
         return array[None]
     count = len(opened.parameter_names_by_path()[path])
+    if stages is not None and not _is_in_stages(opened, path):
+        stages = None
     order, leading = next(
         (order, leading)
         for order, leading in stacked_orders(array.shape, stages)
@@ -56,3 +58,10 @@ def block_rows(
     )
     rows = [order.index(block) for block in range(count)]
     return array.reshape(len(order), *array.shape[leading:])[rows]
+
+
+def _is_in_stages(opened: OpenedModel, path: str) -> bool:
+    """Return whether an array stacks blocks in stages, which its shape alone may not tell."""
+    from graphtrain.torch_frontend.staged_blocks import StagedBlocks  # imports JAX
+
+    return StagedBlocks.of(opened).is_in_stages(path)

@@ -50,7 +50,11 @@ def open_weight_files(
 def _open_indexed(
     index: Path, single: Path, kind: type[SafetensorsFiles] | type[BinFiles]
 ) -> SafetensorsFiles | BinFiles:
-    """Open several files by their index; each tensor must be where it says."""
+    """Open several files by their index; each tensor must be where it says.
+
+    The Hub's converter to safetensors leaves tied tensors out of a file, not of the index, and
+    names the one that it keeps in the metadata of the file.
+    """
     file_of = _file_of_each(index)
     paths = _indexed_files(index, sorted(set(file_of.values())))
     if single.is_file() and single not in paths:
@@ -61,6 +65,8 @@ def _open_indexed(
     files = kind(paths)
     available = set(files.names)
     for name, file in file_of.items():
+        if name not in available and files.tied.get(name) in available:
+            continue
         if name not in available or files.path(name).name != file:
             found = f"is in {files.path(name).name}" if name in available else "is missing there"
             raise WeightsError(

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from graphtrain.config.hf_quantization import read_quantization
 from graphtrain.errors import WeightsError
 from graphtrain.weights.quantized_files import open_hugging_face
 
@@ -206,6 +207,22 @@ REFUSED = {
         "weights of .*'int'",
     ),
 }
+
+
+# As llm-compressor writes it beside weights that are not sparse.
+DENSE = {
+    "format": "dense", "global_sparsity": 0.13, "ignore": [],
+    "registry_requires_subclass": False, "sparsity_structure": "unstructured", "targets": [],
+}  # fmt: skip
+
+
+def test_a_measured_sparsity_of_dense_weights_is_not_refused():
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    config = COMPRESSED | {"config_groups": {"group_0": {"weights": weights}}}
+    beside = {"sparsity_config": DENSE, "transform_config": {"config_groups": {}}}
+    plain = read_quantization({"quantization_config": config})
+    assert plain is not None
+    assert read_quantization({"quantization_config": config | beside}) == plain
 
 
 UNDECLARED = {

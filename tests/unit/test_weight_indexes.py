@@ -14,8 +14,8 @@ ARRAY = {"a": np.zeros(2, np.float32)}
 OTHER = {"b": np.ones(3, np.float32)}
 
 
-def write(folder, first, second, index):
-    save_file(first, folder / FIRST)
+def write(folder, first, second, index, metadata=None):
+    save_file(first, folder / FIRST, metadata)
     save_file(second, folder / SECOND)
     path = folder / "model.safetensors.index.json"
     path.write_text(json.dumps({"metadata": {}, "weight_map": index}))
@@ -26,6 +26,15 @@ def test_tensors_are_read_from_the_files_of_the_index(tmp_path):
     files = open_weight_files(write(tmp_path, ARRAY, OTHER, {"a": FIRST, "b": SECOND}))
     assert files.names == ("a", "b")
     np.testing.assert_array_equal(files.read("b"), OTHER["b"])
+
+
+def test_a_tied_tensor_that_a_converter_left_out_of_its_file_is_not_missing(tmp_path):
+    """The Hub's converter drops it, records which one it kept, and copies the index."""
+    index = {"a": FIRST, "tied": FIRST, "b": SECOND}
+    files = open_weight_files(write(tmp_path, ARRAY, OTHER, index, {"format": "pt", "tied": "a"}))
+    assert files.names == ("a", "b")
+    with pytest.raises(WeightsError, match=r"tied is in .* is missing there"):
+        open_weight_files(write(tmp_path, ARRAY, OTHER, index, {"tied": "lost"}))
 
 
 WRONG = {

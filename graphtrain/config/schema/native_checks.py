@@ -48,16 +48,17 @@ def check_ahead(program: Program) -> None:
         )
 
 
-def check_frozen_biases(model: Model, adapter: Adapter) -> None:
-    """Refuse an adapter that freezes biases of routers which the settings want to be updated.
+def frozen_biases(model: Model, adapter: Adapter) -> str | None:
+    """Return a text if an adapter freezes biases of routers that the settings want to be updated.
 
-    Raises:
-        ValueError: says how to freeze them, and how to update them.
+    Returns:
+        The reason, and how to freeze and to update them; None if the settings agree.
     """
     rate = model.moe.bias_update_rate if model.moe else None
-    if rate and not any(matches(_BIASES, pattern) for pattern in adapter.modules_to_save):
-        raise ValueError(
-            f"model.moe.bias_update_rate = {rate} updates biases of routers, and [program.adapter] "
-            "freezes them; set bias_update_rate = 0 to freeze them, as PEFT does, or add "
-            '"mlp/selection_bias" to adapter.modules_to_save to update them'
-        )
+    if not rate or any(matches(_BIASES, pattern) for pattern in adapter.modules_to_save):
+        return None
+    return (
+        f"model.moe.bias_update_rate = {rate} updates biases of routers, and [program.adapter] "
+        "freezes them; set bias_update_rate = 0 to freeze them, as PEFT does, or add "
+        '"mlp/selection_bias" to adapter.modules_to_save to update them'
+    )

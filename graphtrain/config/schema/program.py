@@ -14,7 +14,7 @@ from graphtrain.config.schema.flax_model import FlaxModel
 from graphtrain.config.schema.loss import Loss
 from graphtrain.config.schema.mesh import Mesh, PipelineSettings
 from graphtrain.config.schema.model import Model
-from graphtrain.config.schema.native_checks import check_ahead, check_frozen_biases
+from graphtrain.config.schema.native_checks import check_ahead
 from graphtrain.config.schema.optimizer import Optimizer
 from graphtrain.config.schema.phase import Phase, PhaseError, describe_phase
 from graphtrain.config.schema.precision import Precision
@@ -153,8 +153,6 @@ class Program:
             )
         if self.model.mtp_loss_weight is not None:
             check_ahead(self)
-        if self.adapter is not None:
-            check_frozen_biases(self.model, self.adapter)
         balanced = self.model.moe is not None and bool(self.model.moe.bias_update_rate)
         if balanced and self.optimizer.kind == "schedule_free":
             raise ValueError(

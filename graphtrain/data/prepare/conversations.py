@@ -42,13 +42,16 @@ class _RecordError(ValueError):
     """Error in a record; the caller adds file and line."""
 
 
-def read_conversations(record: Any, format: str, place: str) -> tuple[Conversation, ...]:
+def read_conversations(
+    record: Any, format: str, place: str, *, is_prompt: bool = False
+) -> tuple[Conversation, ...]:
     """Return the conversation of a record; of a preference pair, the chosen and the rejected one.
 
     Args:
         record: A parsed record.
         format: A key of FORMATS, or auto to detect it by the keys of the record.
         place: File and line, for error messages.
+        is_prompt: The record is to be answered by a model, not prepared as data.
 
     Raises:
         DataError: the record does not have the format, or any known format; the message begins
@@ -57,7 +60,7 @@ def read_conversations(record: Any, format: str, place: str) -> tuple[Conversati
     try:
         if not isinstance(record, dict):
             raise _RecordError("not a JSON object")
-        if (problem := media_problem(record)) is not None:
+        if (problem := media_problem(record, is_prompt=is_prompt)) is not None:
             raise _RecordError(problem)
         return FORMATS[detect_format(record) if format == "auto" else format](record)
     except _RecordError as error:

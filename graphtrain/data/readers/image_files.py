@@ -92,10 +92,13 @@ def _has_deep_channels(image: Any) -> bool:
     """Return whether a file stores 16 bits for each channel of a mode of 8 bits, as a PNG may.
 
     Pillow tells its decoder how values are stored ("RGB;16B") or, in a PPM, the largest of them.
+    "BGR;16" is a BMP with 16 bits for each pixel: 5, 6 and 5 of the channels.
     """
     arguments = [part for tile in getattr(image, "tile", ()) for part in _as_tuple(tile[3])]
     largest = [part for part in arguments if image.format == "PPM" and isinstance(part, int)]
-    is_deep = any(isinstance(part, str) and ";16" in part for part in arguments)
+    is_deep = any(
+        isinstance(part, str) and ";16" in part and part != "BGR;16" for part in arguments
+    )
     return is_deep or max(largest, default=0) > 255
 
 

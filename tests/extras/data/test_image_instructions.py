@@ -25,6 +25,7 @@ from graphtrain.data.indexed.verify import verify
 from graphtrain.data.prepare import text
 from graphtrain.data.prepare.image_instructions import instruct_images
 from graphtrain.data.prepare.image_processor import FolderProcessor
+from graphtrain.data.readers.image_files import read_image
 from graphtrain.errors import DataError
 from lowering.machine.extras import MissingExtra
 from tests.extras.data.image_folders import PATCH, chat, write_images, write_llava, write_qwen
@@ -228,6 +229,24 @@ def png_of(width, height, bits=8, content=b""):
 def save_frames(path):
     frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
     frames[0].save(path, save_all=True, append_images=frames[1:])
+
+
+def bmp_of(pixels):
+    """Return a BMP with 16 bits for each pixel: 5 of red, 6 of green and 5 of blue."""
+    height, width = pixels.shape
+    masks = struct.pack("<3I", 0xF800, 0x07E0, 0x001F)
+    about = struct.pack("<IiiHHIIiiII", 40, width, -height, 1, 16, 3, pixels.nbytes, 0, 0, 0, 0)
+    start = 14 + len(about) + len(masks)
+    head = b"BM" + struct.pack("<IHHI", start + pixels.nbytes, 0, 0, start)
+    return head + about + masks + pixels.astype("<u2").tobytes()
+
+
+def test_a_bmp_with_16_bits_for_each_pixel_is_read(tmp_path):
+    path = tmp_path / "a.bmp"
+    path.write_bytes(bmp_of(np.array([[0xF800, 0x07E0], [0x001F, 0xFFFF]] * 4, np.uint16)))
+    read = np.asarray(read_image(path, "a"))
+    colors = [[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [255, 255, 255]]
+    np.testing.assert_array_equal(read, np.array(colors * 4))
 
 
 BROKEN = {

@@ -8,6 +8,7 @@ import pytest
 
 from graphtrain.config import load_config, presets
 from graphtrain.config.presets import preset_settings
+from graphtrain.config.render import render
 from graphtrain.config.schema import Model
 from graphtrain.errors import ConfigError
 from graphtrain.models.flops import parameter_count
@@ -72,6 +73,19 @@ def test_an_entry_of_a_mixture_is_changed_by_itself(tmp_path):
     preset = load_config(path).program.model
     changed = load_config(path, ["program.model.moe.balance_loss=0.5"]).program.model
     assert changed.moe == replace(preset.moe, balance_loss=0.5)
+
+
+def test_a_saved_configuration_has_settings_and_no_preset(tmp_path):
+    """So that it means the same model whatever a preset, or its merging, becomes."""
+    path = tmp_path / "a.toml"
+    path.write_text(TEXT.replace("llama2-7b", "deepseek-v3"))
+    config = load_config(path)
+    saved = render(config)
+    assert "preset =" not in saved
+    assert load_config(saved) == config
+    lines = [line for line in saved.splitlines() if not line.startswith("q_lora_rank = ")]
+    unset = load_config("\n".join(lines)).program.model.latent_attention
+    assert unset == replace(config.program.model.latent_attention, q_lora_rank=None)
 
 
 def test_a_preset_may_be_a_file(tmp_path):

@@ -141,13 +141,21 @@ def test_a_record_of_another_format_than_the_one_named_is_refused(name):
 TALK = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A line."}]
 TURNS = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A line."}]
 
+PAIR = {"prompt": TALK[:1], "chosen": TALK[1:], "rejected": [ANSWER]}
+
 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
         ({"images": ["a.png"], "messages": TALK}, "has the key 'images', .*--processor FOLDER"),
         ({"image": "a.png", "conversations": TURNS}, "has the key 'image'"),
-        ({"messages": [TALK[0] | {"images": ["QQ=="]}, TALK[1]]}, "a message has the key 'images'"),
+        (
+            {"messages": [TALK[0] | {"images": ["QQ=="]}, TALK[1]]},
+            "a message of 'messages' has the key 'images'",
+        ),
+        (PAIR | {"prompt": [TALK[0] | {"images": ["a.png"]}]}, "a message of 'prompt' has the key"),
+        (PAIR | {"chosen": TALK[1] | {"image": "a.png"}}, "a message of 'chosen' has the key"),
+        (PAIR | {"rejected": [TALK[1] | {"audio": "a.wav"}]}, "a message of 'rejected' has the"),
         ({"instruction": "Q", "output": "A", "images": ["a.png"]}, "has the key 'images'"),
         ({"videos": ["a.mp4"], "messages": TALK}, "has the key 'videos', which cannot be prepared"),
     ],
@@ -158,6 +166,12 @@ def test_images_outside_of_the_content_are_refused_and_never_left_out(record, me
     if "messages" in record:
         with pytest.raises(DataError, match=rf"a.jsonl: line 2: {message}"):
             read_image_conversation(record, "a.jsonl: line 2")
+
+
+def test_a_prompt_with_images_is_told_to_remove_them_not_how_to_prepare_data():
+    record = {"messages": [TALK[0] | {"images": ["QQ=="]}]}
+    with pytest.raises(DataError, match=r"'images', which is not read: .* remove the key$"):
+        read_conversations(record, "messages", "line 1", is_prompt=True)
 
 
 def test_a_record_of_text_may_have_empty_keys_of_images():

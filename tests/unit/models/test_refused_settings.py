@@ -5,9 +5,13 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
+from graphtrain.config import load_config
+from graphtrain.config.render import render
 from graphtrain.config.schema import (
     Adapter,
     Batch,
+    Config,
+    Data,
     LatentAttention,
     Loss,
     Mesh,
@@ -17,7 +21,9 @@ from graphtrain.config.schema import (
     PipelineSettings,
     Precision,
     Program,
+    Run,
 )
+from graphtrain.errors import ConfigError
 
 LATENT = LatentAttention(kv_lora_rank=16, qk_rope_head_dim=4, v_head_dim=6)
 MOE = MixtureOfExperts(experts=4, dense_layers=1, dense_mlp=24)
@@ -83,15 +89,35 @@ def test_a_contradiction_is_refused(settings, told):
         Model(**SIZES, **settings)
 
 
-def test_an_adapter_does_not_freeze_biases_that_the_settings_update():
+def test_an_adapter_does_not_freeze_biases_that_the_settings_update(tmp_path):
     model = Model(**SIZES, moe=replace(MOE, bias_update_rate=0.001))
     told = r"bias_update_rate = 0.001 updates biases of routers, and \[program.adapter\] freezes"
-    with pytest.raises(ValidationError, match=told):
-        Program(model=model, batch=BATCH, adapter=Adapter(rank=4, alpha=8))
+    program = Program(model=model, batch=BATCH, adapter=Adapter(rank=4, alpha=8))
+    run = Run(steps=1, directory=str(tmp_path), data=Data(train="data/train"), init_from="w")
+    with pytest.raises(ConfigError, match=told):
+        load_config(Config(program=program, run=run))
+    with pytest.raises(ConfigError, match=told):
+        load_config(render(Config(program=program, run=run)))
     updated = Adapter(rank=4, alpha=8, modules_to_save=("mlp/selection_bias",))
-    Program(model=model, batch=BATCH, adapter=updated)
+    load_config(Config(program=replace(program, adapter=updated), run=run))
     frozen = replace(model, moe=replace(MOE, bias_update_rate=0.0))
-    Program(model=frozen, batch=BATCH, adapter=Adapter(rank=4, alpha=8))
+    load_config(Config(program=replace(program, model=frozen), run=run))
+
+
+def test_a_saved_run_whose_adapter_froze_the_biases_is_still_read(tmp_path):
+    """Before, the rate was ignored; the saved settings name the model of the checkpoints."""
+    model = Model(**SIZES, moe=replace(MOE, bias_update_rate=0.001))
+    program = Program(model=model, batch=BATCH, adapter=Adapter(rank=4, alpha=8))
+    run = Run(steps=1, directory="elsewhere", data=Data(train="data/train"), init_from="w")
+    (tmp_path / "config.toml").write_text(render(Config(program=program, run=run)))
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.warns(UserWarning, match="the run froze the biases of routers"):
+        assert load_config(tmp_path).program == program
+    with pytest.raises(ConfigError, match="freezes them"):
+        load_config(tmp_path, [f'run.directory="{tmp_path}/new"'])
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.warns(UserWarning, match="the run froze the biases of routers"):
+        assert load_config(tmp_path, ["run.steps=3"]).program == program
 
 
 @pytest.mark.parametrize(

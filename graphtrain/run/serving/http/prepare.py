@@ -71,7 +71,7 @@ def prepare_chat(request: ChatRequest, model: OpenedModel, adapter: str | None) 
     tools = request.tools if request.tool_choice == "auto" else None
     record = {"messages": parse_arguments(request.messages), "tools": tools}
     try:
-        (conversation,) = read_conversations(record, "messages", "messages")
+        (conversation,) = read_conversations(record, "messages", "messages", is_prompt=True)
         check_fields(request.messages, conversation, chat.template)
         prompt = tuple(chat.prompt(conversation))
     except DataError as error:
