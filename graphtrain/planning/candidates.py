@@ -44,6 +44,8 @@ class SearchOptions:
     stages: bool = True
     period: int = 1  # layers after which they repeat; a stage holds whole repetitions
     context: bool = True
+    stages_with_context: bool = True
+    one_f_one_b: bool = True
     remats: tuple[Remat, ...] = ("none", "attention", "dots", "full")
     arrays: Mapping[str, ArraySpec] | None = None  # parameters of a model that is not native
     offload: bool = False  # whether what does not fit is also tried with host memory
@@ -79,7 +81,7 @@ def _of_batch(
         batch = replace(program.batch, microbatches=sizes["stage"])
         for names in _rules(program, sizes):
             settings = replace(program, mesh=Mesh(**sizes), rules=names, batch=batch)
-            for pipeline in _pipelines(sizes["stage"], program, choices.period):
+            for pipeline in _pipelines(sizes["stage"], program, choices):
                 resolved = resolve(replace(settings, pipeline=pipeline), load_rules)
                 resolved = replace(resolved, tower=choices.tower)
                 try:
@@ -147,6 +149,8 @@ def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[
             if stage > 1 and (model.layers % (stage * choices.period) or not choices.stages):
                 continue
             for context in divisors(devices // tensor // stage, widest):
+                if stage > 1 and context > 1 and not choices.stages_with_context:
+                    continue
                 copies = devices // tensor // stage // context
                 if batch.global_batch_size % (copies * stage):
                     continue  # microbatches of a replica must be a multiple of the stages
@@ -203,14 +207,16 @@ def _variants(program: ResolvedProgram, remats: tuple[Remat, ...]) -> Iterator[R
             yield program.with_settings(varied_settings)
 
 
-def _pipelines(stages: int, program: Program, period: int) -> Iterator[PipelineSettings]:
+def _pipelines(stages: int, program: Program, choices: SearchOptions) -> Iterator[PipelineSettings]:
     """Yield pipeline schedules; GPipe is the circular one with one virtual stage."""
     if stages == 1:
         yield PipelineSettings()
         return
-    for virtual in divisors(program.model.layers // (stages * period), _MAX_VIRTUAL_STAGES):
-        # 1F1B splits the LM head's positions over the stages.
-        if program.batch.seq_len % stages == 0 and virtual <= _MAX_INTERLEAVED_STAGES:
+    # 1F1B splits the LM head's positions over the stages.
+    splits = choices.one_f_one_b and program.batch.seq_len % stages == 0
+    chunks = program.model.layers // (stages * choices.period)
+    for virtual in divisors(chunks, _MAX_VIRTUAL_STAGES):
+        if splits and virtual <= _MAX_INTERLEAVED_STAGES:
             yield PipelineSettings(schedule="1f1b", virtual_stages=virtual)
         for recompute in (True, False):
             yield PipelineSettings(

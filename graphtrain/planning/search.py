@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphtrain.config.phase_settings import without_phases
-from graphtrain.config.schema import Mesh, Program, SearchSettings
+from graphtrain.config.schema import Mesh, PipelineSettings, Program, SearchSettings
 from graphtrain.config.schema.program import reason_of
 from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.errors import PlanError
@@ -40,6 +40,7 @@ FAMILIES = (
     "moments",
 )
 _NO_LIMITS = SearchSettings()
+_STAGES_WITH_CONTEXT, _ONE_F_ONE_B = "stage with context", "schedule 1f1b"
 _OFFLOADED = (
     "tried, because nothing fits without it: transfers of moments to host memory and back take "
     "time, and those of activations where they exceed compute"
@@ -82,6 +83,8 @@ class _Task:
             choices,
             stages="stage" not in not_tried,
             context="context" not in not_tried,
+            stages_with_context=_STAGES_WITH_CONTEXT not in not_tried,
+            one_f_one_b=_ONE_F_ONE_B not in not_tried,
             batch_sizes=sizes,
             capacity=capacity,
         )
@@ -162,22 +165,33 @@ def _can_offload(program: Program) -> bool:
 
 
 def _ruled_out(program: Program) -> dict[str, str]:
-    """Return the mesh axes with which the settings of a program cannot be used, with the reason.
+    """Return the choices with which the settings of a program cannot be used, with the reason.
 
     Args:
         program: program of without_strategy().
     """
-    reasons = {}
-    for axis in ("stage", "context"):
-        batch = program.batch
-        if axis == "stage":
-            rows = 2 * batch.global_batch_size  # whatever the batch is, two microbatches of pairs
-            batch = replace(batch, global_batch_size=rows, microbatches=2)
-        try:
-            replace(program, mesh=Mesh(**{axis: 2}), batch=batch)
-        except ValueError as error:
-            reasons[axis] = f"not tried: {reason_of(error)}"
-    return reasons
+    stages, reasons = Mesh(stage=2), {}
+    if reason := _refusal(program, mesh=Mesh(context=2)):
+        reasons["context"] = reason
+    if reason := _refusal(program, mesh=stages):
+        return reasons | {"stage": reason}
+    if reason := _refusal(program, mesh=stages, pipeline=PipelineSettings(schedule="1f1b")):
+        reasons[_ONE_F_ONE_B] = reason
+    both = "context" not in reasons and _refusal(program, mesh=Mesh(stage=2, context=2))
+    return reasons | ({_STAGES_WITH_CONTEXT: both} if both else {})
+
+
+def _refusal(program: Program, *, mesh: Mesh, **changes: Any) -> str:
+    """Return why a program cannot have a mesh and other changes; empty if it can."""
+    batch = program.batch
+    if mesh.stage != 1:
+        rows = 2 * batch.global_batch_size  # whatever the batch is, two microbatches of pairs
+        batch = replace(batch, global_batch_size=rows, microbatches=2)
+    try:
+        replace(program, mesh=mesh, batch=batch, **changes)
+    except ValueError as error:
+        return f"not tried: {reason_of(error)}"
+    return ""
 
 
 def _folded(ranked: Sequence[Candidate]) -> list[Candidate]:

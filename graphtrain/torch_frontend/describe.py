@@ -34,7 +34,8 @@ def _stages_text(opened: OpenedModel, stages: Stages) -> Iterator[str]:
     blocks = StagedBlocks.of(opened)
     if not blocks.outside:
         return
-    held, largest = blocks.stack.numbers, max(stages.layers)
+    held = blocks.stack.numbers
+    largest = max(sum(stages.layers[number :: stages.stages]) for number in range(stages.stages))
     yield (
         f"pipeline stages: {span(held[0], held[-1])} of {blocks.stack.name}; "
         f"{', '.join(blocks.places())}, which every device stores and computes for 1/"

@@ -44,7 +44,8 @@ def check_ahead(program: Program) -> None:
     reasons = [f"{name}: {reason}" for name, reason in refused.items() if reason]
     if reasons:
         raise ValueError(
-            f"model.mtp_loss_weight cannot be used with {'; '.join(reasons)}; remove one of both"
+            f"model.mtp_loss_weight cannot be used with {'; '.join(reasons)}; remove one of the "
+            "two settings"
         )
 
 

@@ -156,3 +156,31 @@ def test_the_strategy_of_the_configuration_does_not_matter():
     assert own == found(deep)
     meshes, best = [mesh for mesh, _, _ in own[2]], own[2][0][1]
     assert any("stage" in mesh for mesh in meshes) and not best.optimizer.offload_to_host
+
+
+WITH_AHEAD = replace(MODEL, mtp_loss_weight=0.3)
+LONG = Batch(global_batch_size=4, seq_len=8192, cross_document_attention=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "choice", "reason", "meshes"),
+    [
+        ({"model": WITH_AHEAD}, "schedule 1f1b", "divides the positions", {"stage 2", "fsdp 4"}),
+        (
+            {"model": WITH_AHEAD, "batch": LONG},
+            "stage with context",
+            "segment ids of its own positions",
+            {"stage 2", "context 4"},
+        ),
+    ],
+)
+def test_strategies_that_multi_token_prediction_refuses_are_excluded_with_the_reason(
+    changes, choice, reason, meshes
+):
+    found = search(replace(PROGRAM, **changes), keep=10_000)
+    assert reason in found.rejected[choice]
+    assert all(one.program.pipeline.schedule != "1f1b" for one in found.ranked)
+    tried = {str(one.mesh) for one in found.ranked}
+    assert all(any(mesh in each for each in tried) for mesh in meshes)
+    both = [mesh for mesh in tried if "stage" in mesh and "context" in mesh]
+    assert not both  # short sequences have no context parallelism
