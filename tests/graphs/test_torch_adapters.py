@@ -76,17 +76,21 @@ def tuned(folder):
 
     @functools.cache
     def build(kind):
-        torch.manual_seed(0)
-        base = module_with_weights(imported(folder, kind))
-        arrays = weights(base)
-        config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, **TARGETS[kind])
-        model = peft.get_peft_model(base, config)
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.data = 0.1 * torch.randn(parameter.shape)
-        return model.double().eval(), arrays
+        return adapted(module_with_weights(imported(folder, kind)), **TARGETS[kind])
 
     return build
+
+
+def adapted(base, **targets):
+    """A module with an adapter of peft in float64, and the weights before it."""
+    torch.manual_seed(0)
+    arrays = weights(base)
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, **targets)
+    model = peft.get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape)
+    return model.double().eval(), arrays
 
 
 def peft_factors(model, value):
@@ -165,7 +169,10 @@ def log_probs(model, inputs):
     [("llama", TENSOR), ("gpt2", GPIPE), ("llama", ONE_ONE), ("mixtral", ONE_ONE)],
 )
 def test_an_adapter_has_the_loss_and_gradients_of_peft(folder, tuned, kind, mesh):
-    of, (model, base) = of_kind(folder, kind, **mesh), tuned(kind)
+    assert_equals_peft(of_kind(folder, kind, **mesh), *tuned(kind))
+
+
+def assert_equals_peft(of, model, base):
     inputs = batch(of)
     model.zero_grad()
     loss = -log_probs(model, inputs).sum() / inputs["weights"].sum()

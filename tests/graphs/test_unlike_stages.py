@@ -9,6 +9,7 @@ import pytest
 import torch
 from programs import batch, gradients_graph, loaded, lower, placed_inputs, program, stored
 from test_parallel import assert_close
+from test_torch_adapters import ALPHA, RANK, adapted, assert_equals_peft
 from torch_families import imported
 
 import lowering
@@ -16,7 +17,7 @@ from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters
 from graphtrain.checkpoints.layer_order import layer_order_of
 from graphtrain.checkpoints.steps import Retention
 from graphtrain.config.resolve import resolve
-from graphtrain.config.schema import Batch, Dump, Mesh, PipelineSettings, TorchModel
+from graphtrain.config.schema import Adapter, Batch, Dump, Mesh, PipelineSettings, TorchModel
 from graphtrain.errors import PlanError
 from graphtrain.graphs.build import build_graph
 from graphtrain.planning.search import search
@@ -41,6 +42,7 @@ CASES = {
         Mesh(fsdp=2, stage=2),
         {},
     ),
+    "dense layers in front, 1f1b": ("deepseek_v3", ONE_ONE, Mesh(data=2, stage=2), {}),
     "a block behind": (
         "gemma3_text",
         PipelineSettings(schedule="gpipe", layers_per_stage=(2, 2)),
@@ -99,6 +101,17 @@ def test_loss_and_gradients_equal_those_of_eager_pytorch(case, folder):
     state = placed_inputs(executable, "state", state_with(of, module))
     placed = placed_inputs(executable, "batch", inputs)
     assert_close(flatten(jax.device_get(executable(state, placed))), eager(of, module, inputs))
+
+
+# Of peft and transformers to each other.
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_an_adapter_in_stages_of_periods_has_the_gradients_of_peft(folder):
+    of = in_stages(folder, *CASES["periods"])
+    names = ("q_proj", "down_proj")
+    adapter = Adapter(rank=RANK, alpha=ALPHA, target_modules=names)
+    of = dataclasses.replace(of, adapter=adapter)
+    tuned = adapted(module_with_weights(of.model), target_modules=[*names])
+    assert_equals_peft(of, *tuned)
 
 
 def described(tree):
@@ -198,6 +211,20 @@ def test_a_plan_says_which_blocks_are_outside_of_the_stages(folder, tmp_path):
         "pipeline stages: blocks 2 to 5 of model.layers; blocks 0 to 1 with the embedding, which "
         "every device stores and computes for 1/2 of the microbatches"
     ) in lines
+
+
+@pytest.mark.parametrize(
+    ("stages", "virtual", "words"),
+    [(2, 2, ""), (4, 1, "the 2 blocks outside of them are more than the 1 of a stage")],
+)
+def test_blocks_outside_are_compared_with_all_virtual_stages_of_a_device(
+    stages, virtual, words, folder, tmp_path
+):
+    settings = PipelineSettings(virtual_stages=virtual)
+    of = in_stages(folder, "deepseek_v3", settings, Mesh(stage=stages), {})
+    assert isinstance(of.model, TorchModel)
+    lines = " ".join(describe(of.model, tmp_path, resolve(of).stages))
+    assert words in lines and ("are more than" in lines) == bool(words)
 
 
 def test_a_search_gives_stages_whole_repetitions(folder):

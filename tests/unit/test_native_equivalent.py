@@ -6,6 +6,7 @@ import pytest
 
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Mesh, PipelineSettings, Program, TorchModel
+from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.torch_frontend.native_equivalent import native_equivalent
@@ -32,7 +33,7 @@ def test_sizes_that_no_native_model_has_are_unknown(change, tmp_path):
     assert native_equivalent(model) is None
 
 
-def in_stages(tmp_path, layers_per_stage=None, **config):
+def in_stages(tmp_path, layers_per_stage=None, microbatches=2, **config):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 6} | config))
     return resolve(
         Program(
@@ -40,7 +41,7 @@ def in_stages(tmp_path, layers_per_stage=None, **config):
             mesh=Mesh(stage=2),
             pipeline=PipelineSettings(layers_per_stage=layers_per_stage),
             model=TorchModel(hf=str(tmp_path), vocab=64),
-            batch=Batch(global_batch_size=4, seq_len=8, microbatches=2),
+            batch=Batch(global_batch_size=2 * microbatches, seq_len=8, microbatches=microbatches),
         )
     )
 
@@ -59,3 +60,18 @@ def test_layers_outside_of_stages_are_useful_work_once_and_stored_by_every_devic
     assert with_native_model(program.settings).model.layers == 6
     rows = 3 + 3 + 2  # of both stages with a padding row, and a copy of the layer outside for each
     assert with_padding_layers(program).model.layers == rows
+
+
+def test_dense_layers_in_front_save_activations_of_all_microbatches_of_a_stage(tmp_path):
+    def growth(**config):
+        """Bytes by which activations grow from 2 to 16 microbatches of the same size."""
+        one, many = (
+            memory(with_padding_layers(in_stages(tmp_path, microbatches=count, **config)))
+            for count in (2, 16)
+        )
+        return many.activations - one.activations
+
+    mixture = {"n_routed_experts": 4, "num_experts_per_tok": 2, "model_type": "deepseek_v3"}
+    more = growth(**mixture, first_k_dense_replace=2) - growth(**mixture)
+    hidden_state = 2 * 8 * 32 * 2  # bytes of a microbatch: rows, positions, width, bfloat16
+    assert more > 2 * (16 - 2) / 2 * hidden_state
