@@ -16,3 +16,5 @@ class Tower:
     idle_layers: int  # blocks that are stored, but neither computed nor trained
     projection: tuple[tuple[int, int], ...]  # its matrices: rows (outputs) and columns
     features: int  # of an image, that the projection computes
+    trained: tuple[str, ...] = ()  # arrays of `model` that an adapter trains in full, by path
+    trained_projection: tuple[int, ...] = ()  # indices of its matrices that are trained in full

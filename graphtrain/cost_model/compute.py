@@ -13,7 +13,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import is_imported
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.passes import Passes
-from graphtrain.cost_model.tower import projection_flops, tower_program
+from graphtrain.cost_model.tower import step_flops_of_projection, tower_program, trained_fraction
 from graphtrain.cost_model.update_flops import update_flops
 from graphtrain.models.flops import Part, forward_flops_by_part
 from graphtrain.models.grouped_matmul_support import (
@@ -104,14 +104,18 @@ def _with_tower(program: ResolvedProgram, parts: list[PartFlops]) -> tuple[PartF
     assert tower is not None and of_tower is not None
     forward = forward_flops_by_part(of_tower.model, round(tower.attended))
     forward["MLP"] += forward.pop("LM head")
-    projected = projection_flops(tower) * of_tower.batch.rows * _passes(program, "MLP")
+    has_adapter = program.adapter is not None
+    projected = step_flops_of_projection(tower, has_adapter=has_adapter) * of_tower.batch.rows
+    # A third pass over what the adapter trains in full.
+    trained = 1 + trained_fraction(tower) / 2 if tower.trained else 1.0
     more = {part.name: part for part in _parts(of_tower, forward, flash=False)}
 
     def added(part: PartFlops) -> PartFlops:
         if part.name not in more:
             return part
         other = more[part.name]
-        model = part.model + other.model + projected * (part.name == "MLP")
+        of_blocks = other.model * (trained if part.name != "attention scores" else 1.0)
+        model = part.model + of_blocks + projected * (part.name == "MLP")
         return replace(part, model=model, recomputed=part.recomputed + other.recomputed)
 
     return tuple(map(added, parts))

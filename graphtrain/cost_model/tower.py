@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+from graphtrain.config.hf_config import read_config
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Program, TorchModel
 from graphtrain.config.schema.types import item_bytes
 from graphtrain.config.tower import Tower
 from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.models.flops import step_flops_per_token, useful_flops_per_token
+from graphtrain.models.shapes import parameter_arrays
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.rules import Table
 
@@ -17,13 +20,22 @@ _WHOLE = ("vocab", "residual")  # array axes that no mesh axis splits in a tower
 
 
 def tower_of(program: Program) -> Tower | None:
-    """Return the vision tower of a program with images; None without images."""
+    """Return the vision tower of a program with images; None without images.
+
+    With an adapter, it says what of it is trained in full.
+    """
     model = program.model
     if not isinstance(model, TorchModel) or not model.images:
         return None
     from graphtrain.torch_frontend.tower_equivalent import tower_equivalent
+    from graphtrain.torch_frontend.tower_names import with_trained_weights
 
-    return tower_equivalent(model)
+    tower = tower_equivalent(model)
+    if tower is None or program.adapter is None:
+        return tower
+    assert model.hf is not None
+    kind = read_config(model.hf, model.overrides)["model_type"]
+    return with_trained_weights(tower, kind, program.adapter.modules_to_save)
 
 
 def tower_settings(program: Program, tower: Tower) -> Program:
@@ -38,7 +50,7 @@ def tower_settings(program: Program, tower: Tower) -> Program:
     )
     model, adapter = replace(tower.model, remat=program.model.remat), program.adapter
     if adapter is not None:
-        adapter = replace(adapter, modules_to_save=())
+        adapter = replace(adapter, modules_to_save=tower.trained)
     return replace(program, model=model, batch=batch, adapter=adapter)
 
 
@@ -79,6 +91,26 @@ def projection_flops(tower: Tower) -> float:
     return sum(2.0 * rows * columns for rows, columns in tower.projection) * tower.features
 
 
+def step_flops_of_projection(tower: Tower, *, has_adapter: bool) -> float:
+    """Return the FLOPs of the projection in a training step, of one image.
+
+    A frozen matrix has no product for its gradient.
+    """
+    indices = tower.trained_projection if has_adapter else range(len(tower.projection))
+    trained = replace(tower, projection=tuple(tower.projection[index] for index in indices))
+    return 2 * projection_flops(tower) + projection_flops(trained)
+
+
+def trained_fraction(tower: Tower) -> float:
+    """Return the fraction of the matrices in a tower's blocks that an adapter trains in full."""
+    sizes = {
+        path: math.prod(spec.shape)
+        for path, spec in parameter_arrays(tower.model).items()
+        if path.startswith(("layers/attention/", "layers/mlp/")) and not path.endswith("_bias")
+    }
+    return sum(sizes.get(path, 0) for path in tower.trained) / sum(sizes.values())
+
+
 def feature_bytes(program: ResolvedProgram) -> float:
     """Return the bytes of the features of a device's images, of one microbatch."""
     assert program.tower is not None
@@ -98,10 +130,13 @@ def step_flops_of_tower(program: Program, tower: Tower) -> float:
         tower: the tower.
     """
     settings = tower_settings(program, tower)
-    passes = 2 if program.adapter is not None else 3
     in_windows = replace(settings, batch=replace(settings.batch, seq_len=round(tower.attended)))
-    blocks = step_flops_per_token(in_windows) * settings.batch.tokens
-    return blocks + passes * projection_flops(tower) * settings.batch.global_batch_size
+    blocks = step_flops_per_token(in_windows)
+    if tower.trained:
+        full = step_flops_per_token(replace(in_windows, adapter=None))
+        blocks += trained_fraction(tower) * (full - blocks)
+    projection = step_flops_of_projection(tower, has_adapter=program.adapter is not None)
+    return blocks * settings.batch.tokens + projection * settings.batch.global_batch_size
 
 
 def useful_step_flops(program: Program) -> dict[str, float]:

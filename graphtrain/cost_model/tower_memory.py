@@ -24,7 +24,7 @@ def with_projection(tower: Memory, program: ResolvedProgram) -> Memory:
     weights = _bytes("state/parameters", arrays, program)
     idle = program.tower.idle_layers / program.tower.model.layers
     if program.adapter is not None:
-        return replace(tower, frozen=tower.frozen + weights + round(idle * tower.frozen))
+        return _with_frozen_projection(tower, program, arrays, idle)
     moments = _bytes("state/optimizer", optimizer_arrays(arrays, program.optimizer), program)
     on_device = 0 if program.optimizer.offload_to_host else moments
     return replace(
@@ -32,6 +32,29 @@ def with_projection(tower: Memory, program: ResolvedProgram) -> Memory:
         parameters=tower.parameters + weights + round(idle * tower.parameters),
         optimizer=tower.optimizer + on_device + round(idle * tower.optimizer),
         gradients=tower.gradients + weights,
+    )
+
+
+def _with_frozen_projection(
+    tower: Memory, program: ResolvedProgram, arrays: Mapping[str, ArraySpec], idle: float
+) -> Memory:
+    """Return the memory of a tower with a projection of which an adapter trains some matrices.
+
+    Idle blocks are frozen, also where the others are trained in full.
+    """
+    assert program.tower is not None
+    paths = [*arrays]
+    trained = {paths[index]: arrays[paths[index]] for index in program.tower.trained_projection}
+    weights = _bytes("state/parameters", trained, program)
+    moments = _bytes("state/optimizer", optimizer_arrays(trained, program.optimizer), program)
+    blocks = tower.frozen + (tower.parameters if program.tower.trained else 0)
+    all_weights = _bytes("state/parameters", arrays, program)
+    return replace(
+        tower,
+        parameters=tower.parameters + weights,
+        optimizer=tower.optimizer + (0 if program.optimizer.offload_to_host else moments),
+        gradients=tower.gradients + weights,
+        frozen=tower.frozen + all_weights - weights + round(idle * blocks),
     )
 
 

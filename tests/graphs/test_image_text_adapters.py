@@ -1,5 +1,6 @@
 """Adapters of models of text and images, beside peft on the same images."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -68,13 +69,15 @@ def layers_of(model: Any) -> dict[str, Any]:
     }
 
 
-def factors_of(of: Program, model: Any) -> dict[str, np.ndarray]:
-    """The factors of peft as a program stores them."""
+def factors_of(
+    of: Program, model: Any, value: Callable[[Any], Any] = lambda one: one
+) -> dict[str, np.ndarray]:
+    """The factors of peft, or arrays of theirs, as a program stores them."""
     layers, found = layers_of(model), {}
     names = opened_of(of).parameter_names_by_path()
     for path in lora_orders(opened_of(of), ADAPTER):
         for ours, theirs in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
-            rows = [getattr(layers[name], theirs)["default"].weight for name in names[path]]
+            rows = [value(getattr(layers[name], theirs)["default"].weight) for name in names[path]]
             arrays = [row.detach().numpy().copy() for row in rows]
             is_stacked = opened_of(of).is_stacked(path)
             found[f"{path}/{ours}"] = np.stack(arrays) if is_stacked else arrays[0]
@@ -119,6 +122,10 @@ def test_steps_of_an_adapter_are_those_of_peft(kind, directory):
         state = jax.device_get(out["state"])
     found, expected = flatten(state["parameters"]), factors_of(of, model)
     assert found.keys() == expected.keys()
+    moments = flatten(state["optimizer"]["adam"]["mu"])
+    for path, array in factors_of(of, model, lambda one: optimizer.state[one]["exp_avg"]).items():
+        largest = np.abs(array).max()  # AdamW's steps do not show the scale of gradients
+        np.testing.assert_allclose(moments[path], array, atol=1e-3 * largest, err_msg=path)
     for path, array in expected.items():
         np.testing.assert_allclose(found[path], array, atol=1e-4, err_msg=path)
 

@@ -11,7 +11,7 @@ from image_text_models import batch_of, eager_inputs, program_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphtrain.config.resolve import resolve
-from graphtrain.config.schema import Batch, Mesh, Program
+from graphtrain.config.schema import Adapter, Batch, Mesh, Program
 from graphtrain.cost_model.compute import flops_by_part
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.cost_model.tower import useful_step_flops
@@ -62,6 +62,37 @@ def test_the_state_is_that_of_the_plan(kind, directory, mesh):
     assert memory.optimizer == pytest.approx(plan.bytes_per_device("optimizer"), rel=0.03)
     assert memory.peak > memory.parameters + memory.optimizer + memory.activations
     assert assessment.time.compute > 0
+
+
+ADAPTER = Adapter(rank=1, alpha=1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [
+        ("llava", "multi_modal_projector/*"),
+        ("llava", "vision_tower/*"),
+        ("qwen2_5_vl", "visual/*"),
+    ],
+)
+def test_parts_of_a_tower_that_an_adapter_trains_in_full_are_counted(kind, pattern, directory):
+    """The frozen parts have no moments and no product for a gradient."""
+    adapter = replace(ADAPTER, modules_to_save=(pattern,))
+    frozen, trained = (
+        resolve(program_of(kind, directory, adapter=each)) for each in (ADAPTER, adapter)
+    )
+    before: Any = estimate(frozen)
+    after: Any = estimate(trained)
+    for role, name in (("optimizer", "optimizer"), ("parameter", "parameters")):
+        more = after.plan.bytes_per_device(role) - before.plan.bytes_per_device(role)
+        estimated = getattr(after.memory, name) - getattr(before.memory, name)
+        assert estimated == pytest.approx(more, rel=0.1) and more > 0
+    assert after.memory.peak > before.memory.peak
+    step = useful_step_flops(trained.settings)["mfu"]
+    parts = flops_by_part(trained, flash=False)
+    assert sum(part.model for part in parts) / trained.batch.tokens == pytest.approx(step, rel=0.01)
+    assert useful_step_flops(frozen.settings)["mfu"] < step
+    assert step < useful_step_flops(replace(trained.settings, adapter=None))["mfu"]
 
 
 def test_more_images_take_more_memory_and_time(directory):
