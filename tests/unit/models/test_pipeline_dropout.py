@@ -16,7 +16,9 @@ TRAINED = {"project_in": {"weight": {"lora_a": jnp.ones((2, 3)), "lora_b": jnp.o
 @pytest.fixture
 def make(monkeypatch):
     """Return what makes a pipeline with an adapter, with or without dropout keys."""
-    model = SimpleNamespace(apply_lora=lambda *_: {"weight": jnp.ones(())})
+    model = SimpleNamespace(
+        apply_lora=lambda *_: {"weight": jnp.ones(())}, row_stages=lambda stages: stages
+    )
     monkeypatch.setattr(pipeline_weights, "open_language_model", lambda _: model)
     ends = {"first": lambda p, *_: p["weight"], "last": lambda p, *_: (p["weight"], {})}
     pipeline, program = Pipeline(stage=lambda *_: None, **ends), SimpleNamespace(model=None)  # type: ignore[arg-type]
