@@ -51,16 +51,14 @@ def _memory_of_layers(program: ResolvedProgram, weights: Sequence[ShardedWeight]
     flash = step_uses_flash_kernel(program)
     activations = _saved_activations(program, sizes, flash)
     gradients = _gradients(program, weights)
-    gathered_bytes = _gathered(weights, mesh) + pending_head_gradient(program, sizes, weights)
-    if (blocks := mlp_block_count(program)) > 1 and flash:
-        temporaries = _layer_in_blocks(program, sizes, weights, blocks)
-    else:
-        temporaries = _current_layer(program, sizes, flash) + gathered_bytes
+    pending_bytes = pending_head_gradient(program, sizes, weights)
+    temporaries = sum(_at_layer(program, sizes, weights, flash).values()) + pending_bytes
     temporaries += _partial_sums(program, sizes)
     if flash and mesh.axes.get("stage", 1) == 1:
         phases = (gradients, temporaries), _at_logits(program, weights, sizes)
         gradients, temporaries = max(phases, key=sum)
     else:
+        gathered_bytes = _gathered(weights, mesh) + pending_bytes
         temporaries = max(temporaries, _logits_of_stages(program, sizes) + gathered_bytes)
     frozen = sum(weight.parameter_bytes for weight in weights if weight.frozen)
     parameters = sum(weight.parameter_bytes for weight in weights) - frozen
@@ -105,14 +103,15 @@ def largest(program: ResolvedProgram, count: int = 5) -> dict[str, int]:
     weights, sizes = shard_weights(program), DeviceSizes.of(program)
     flash = step_uses_flash_kernel(program)
     activations = _saved_activations(program, sizes, flash)
-    current_layer = _current_layer(program, sizes, flash)
+    if flash and program.mesh.axes.get("stage", 1) == 1:
+        logits = _at_logits(program, weights, sizes)[1]
+    else:
+        logits = _logits_of_stages(program, sizes)
     bytes_by_name = {
         f"activations that {sizes.layers:g} layers save for the backward pass": activations,
-        "one layer's scores or MLP hidden values with gradients": current_layer,
-        "logits and their gradient": _logits(sizes),
-        "gathered weights of two layers": _gathered(weights, program.mesh),
+        "logits and their gradient": logits,
         "gradients of all weights": _gradients(program, weights),
-    }
+    } | _at_layer(program, sizes, weights, flash)
     for weight in weights:
         kind = "frozen" if weight.frozen else "parameters"
         bytes_by_name[f"{kind}/{weight.path}"] = weight.parameter_bytes
@@ -289,6 +288,24 @@ def _at_logits(
     if target.platform == "tpu":
         logits += 4 * sum(each.used_of_a_layer(mesh) for each in outside if not each.frozen)
     return gradients, logits
+
+
+def _at_layer(
+    program: ResolvedProgram,
+    sizes: DeviceSizes,
+    weights: Sequence[ShardedWeight],
+    flash: bool,
+) -> dict[str, float]:
+    """Return the bytes of groups of arrays in the backward pass of the current layer, by name."""
+    if (blocks := mlp_block_count(program)) > 1 and flash:
+        in_blocks = _layer_in_blocks(program, sizes, weights, blocks)
+        return {f"one layer, with its MLP in {blocks} blocks and gathered weights": in_blocks}
+    return {
+        "one layer's scores or MLP hidden values with gradients": _current_layer(
+            program, sizes, flash
+        ),
+        "gathered weights of two layers": _gathered(weights, program.mesh),
+    }
 
 
 def _current_layer(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) -> float:

@@ -141,9 +141,8 @@ def losses_ahead(
         if chunk is not None:
             scored = loss_head(program, chunk)
             return chunked_cross_entropy(hidden, head, targets, counts / total, scored)
-        return weighted_loss(
-            program.loss, model.logits_of(weights, hidden), targets, counts / total
-        )
+        logits = model.logits_of(weights, hidden, head)
+        return weighted_loss(program.loss, logits, targets, counts / total)
 
     ahead_key = None if dropout_key is None else jax.random.fold_in(dropout_key, 2)
     ahead, of_block = model.head_inputs_ahead(weights, hidden, targets, dropout_key=ahead_key)

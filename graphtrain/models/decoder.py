@@ -211,14 +211,23 @@ class Decoder(nnx.Module):
         dense_key = None if dropout_key is None else jax.random.fold_in(dropout_key, 1)
         return apply_dense_layers(self.model, self.dense_layers, x, dense_key)
 
-    @jax.named_scope("head")
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Return float32 logits (batch, seq, vocab) of normed hidden states (batch, seq, embed)."""
-        x, tied = gather_residual(hidden), self.model.tie_word_embeddings
+        return self.logits(*self.head_operands(hidden))
+
+    @jax.named_scope("head")
+    def head_operands(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return normed hidden states (batch, seq, embed), gathered, and the head's weights."""
+        x, head = gather_residual(hidden), self.head_weights()
+        if self.model.tie_word_embeddings:  # the gradient is reduced with that of the lookups
+            return x, head
+        return reduce_head_first(x, head, ("embed", "vocab"))
+
+    @jax.named_scope("head")
+    def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
+        """Return float32 logits (batch, seq, vocab) of what head_operands returns."""
+        tied = self.model.tie_word_embeddings
         equation = "bse,ve->bsv" if tied else "bse,ev->bsv"
-        head = self.head_weights()
-        if not tied:  # else the gradient is reduced with that of the lookups
-            x, head = reduce_head_first(x, head, ("embed", "vocab"))
         scores = parameter_dot(("head",), equation, x, head, jnp.float32)
         capped = soft_cap(scores, self.model.final_logit_softcap)
         return constrain(mask_padding(capped, self.model.vocab_tokens), "batch", "seq", "vocab")
@@ -314,10 +323,12 @@ def embed_next(
 
 
 def logits_of(
-    model: Model, parameters: Parameters, hidden: Float[Array, "batch seq embed"]
+    model: Model, parameters: Parameters, hidden: Float[Array, "batch seq embed"], head: jax.Array
 ) -> Float[Array, "batch seq vocab"]:
-    """Return the logits of the LM head's input."""
-    return merge(model, parameters).unembed(hidden)
+    """Return the logits of the LM head's input and weights, both from head_inputs."""
+    decoder = merge(model, parameters)
+    # The gradient of a tied head is reduced with that of the lookups, not before.
+    return decoder.logits(hidden, decoder.head_weights() if model.tie_word_embeddings else head)
 
 
 def merge(model: Model, parameters: Parameters) -> Decoder:

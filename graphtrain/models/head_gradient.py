@@ -1,7 +1,8 @@
 """Gradient of the LM head, reduced and scattered before the backward pass of the layers.
 
-Nothing reads it before the optimizer, so XLA reduces it last. Until then it exists unsharded, in
-float32, beside the arrays of the layer at work; or what it is the product of does.
+Nothing reads it before the optimizer, so XLA reduces it last. Until then the gradient exists
+unsharded, in float32, beside the arrays of the current layer; or, where XLA computes it last too,
+the operands of its product do: the gradient of the logits and the head's input.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from sharding_rules.arrays import ArraySpec
 def reduce_head_first(hidden: jax.Array, head: Any, axes: tuple[str, str]) -> tuple[jax.Array, Any]:
     """Return both unchanged; the gradient of `hidden` waits until that of `head` is reduced.
 
-    On CPUs, inside a shard_map, and for a head that is quantized or has LoRA factors, it does not.
+    Not done on CPUs, inside a shard_map, and for a head that is quantized or has LoRA factors.
+    With several losses of one head, call this once, so that their gradients are reduced once.
 
     Args:
         hidden: Input of the head (batch, seq, embed).

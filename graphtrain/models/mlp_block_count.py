@@ -28,8 +28,10 @@ def mlp_block_count(program: ResolvedProgram) -> int:
 
     With model.mlp_blocks = "auto" there are blocks where they save at least 1/256 of a device's
     memory: on GPUs, if a layer is recomputed from its input, because other policies of
-    remat save the hidden values anyway. Mixtures, LoRA and products in fp8 or int8 have none, nor
-    pipelines and gradients that are reduced once for each step.
+    remat save the hidden values anyway. There are none where they would compute products or gather
+    weights twice: with post_norm, whose backward pass reads the MLP's output, and with tensor
+    parallelism. Mixtures, LoRA and products in fp8 or int8 have none, nor pipelines and gradients
+    that are reduced once for each step.
     """
     model, target = program.model, program.target
     if is_imported(model) or not isinstance(model, Model) or model.mlp_blocks == "none":
@@ -39,13 +41,11 @@ def mlp_block_count(program: ResolvedProgram) -> int:
     if not target.is_gpu or not _supports_blocks(program):
         return 1
     rules, batch = program.rules.activations, program.batch
-    shards = program.mesh.size(rules.get("mlp", ()))
     token_shards = program.mesh.size(rules.get("batch", ())) * program.mesh.size(
         rules.get("seq", ())
     )
-    columns, tokens = model.mlp // shards, batch.microbatch_rows * batch.seq_len / token_shards
-    count = _most_blocks(columns)
-    hidden_bytes = hidden_arrays(model) * tokens * columns * item_bytes(model.dtype)
+    tokens, count = batch.microbatch_rows * batch.seq_len / token_shards, _most_blocks(model.mlp)
+    hidden_bytes = hidden_arrays(model) * tokens * model.mlp * item_bytes(model.dtype)
     saves = hidden_bytes * (1 - 1 / count)
     return count if saves >= _MIN_SAVING * target.memory_bytes else 1
 
@@ -61,26 +61,27 @@ def _supports_blocks(program: ResolvedProgram) -> bool:
         model.remat == "full"
         and model.moe is None
         and not model.fused_gate_up
+        and not model.post_norm
         and program.adapter is None
         and program.settings.precision.matmul_dtype is None
         and program.mesh.axes.get("stage", 1) == 1
         and batch.gradient_reduction == "per_microbatch"
-        and _gradients_have_columns(program)
+        and _devices_have_all_columns(program)
     )
 
 
-def _gradients_have_columns(program: ResolvedProgram) -> bool:
-    """Return whether gradients and activations shard the MLP's columns alike."""
+def _devices_have_all_columns(program: ResolvedProgram) -> bool:
+    """Return whether neither activations nor gradients shard the MLP's columns."""
     columns = ArraySpec((program.model.mlp,), ("mlp",))
-    used, stored = (
-        make_layout("mlp", replace(columns, role=role), program.rules, program.mesh).split
+    layouts = (
+        make_layout("mlp", replace(columns, role=role), program.rules, program.mesh)
         for role in ("activation", "optimizer")
     )
-    return used == stored
+    return all(program.mesh.size(names) == 1 for each in layouts for names in each.split)
 
 
 def _most_blocks(columns: int) -> int:
-    """Return the largest power of 2 that divides a device's columns into blocks that are wide."""
+    """Return the largest power of 2 that divides the columns into blocks that are wide."""
     count = 1
     while (
         count < _MOST_BLOCKS

@@ -76,11 +76,11 @@ class NativeModel:
 
         return decoder.embed_next(self.settings, parameters, tokens)
 
-    def logits_of(self, parameters: Tree, hidden: jax.Array) -> jax.Array:
-        """Return the logits of the LM head's input."""
+    def logits_of(self, parameters: Tree, hidden: jax.Array, head: jax.Array) -> jax.Array:
+        """Return the logits of the LM head's input and weights, both from head_inputs."""
         from graphtrain.models import decoder
 
-        return decoder.logits_of(self.settings, parameters, hidden)
+        return decoder.logits_of(self.settings, parameters, hidden, head)
 
     def trained_specs(self, program: Program) -> Tree:
         from graphtrain.models.lora import trainable

@@ -137,11 +137,12 @@ def decoder_pipeline(
             with jax.named_scope("head"):
                 hidden, head = gather_residual(normed), decoder.head_weights()
             return score_head(hidden, head, microbatch)
-        logits = record("logits", decoder.unembed(normed), "batch", "seq", "vocab")
+        hidden, head = decoder.head_operands(normed)
+        logits = record("logits", decoder.logits(hidden, head), "batch", "seq", "vocab")
         result = score(logits, microbatch)
         if EMBEDDED not in microbatch:
             return result
-        return _with_ahead(decoder, normed, microbatch, score, term_weight, result)
+        return _with_ahead(decoder, normed, head, microbatch, score, term_weight, result)
 
     def embed_next(weights: Tree, microbatch: Tree) -> Tree:
         return _arrays_ahead(merge(model, weights), microbatch)
@@ -173,6 +174,7 @@ def _arrays_ahead(decoder: Decoder, microbatch: Tree) -> Tree:
 def _with_ahead(
     decoder: Decoder,
     hidden: jax.Array,
+    head: jax.Array,
     microbatch: Tree,
     score: LossFunction,
     term_weight: jax.Array | float,
@@ -183,6 +185,7 @@ def _with_ahead(
     Args:
         decoder: Parameters of the last part.
         hidden: Normed hidden states (batch, seq, embed).
+        head: Weights of the LM head, from head_operands.
         microbatch: Arrays of the microbatch, with those of _arrays_ahead.
         score: Loss function.
         term_weight: Weight of the terms of the module's block.
@@ -193,7 +196,7 @@ def _with_ahead(
     with isolate_documents(microbatch.get(DOCUMENTS)):
         ahead, terms = decoder.ahead(hidden, microbatch[EMBEDDED])
     later = {**microbatch, "targets": microbatch[TARGETS], "weights": microbatch[WEIGHTS]}
-    objective_ahead, of_ahead = score(decoder.unembed(ahead), later)
+    objective_ahead, of_ahead = score(decoder.logits(gather_residual(ahead), head), later)
     of_block = sum(terms.losses.values()) * term_weight
     total = objective + weight * objective_ahead + of_block
     return total, {**reported, "mtp_loss": of_ahead["loss"]}

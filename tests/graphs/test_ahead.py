@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from programs import LLAMA, batch, loaded, placed_inputs, program
+from programs import LLAMA, batch, loaded, lower, placed_inputs, program
 from test_adapters import Base, gradients_of, new_state, same
 from test_balanced_mixture import MODEL
 from test_context import RING, ULYSSES
@@ -13,6 +13,7 @@ from test_pipeline import GPIPE, assert_equals_one_device
 from test_preferences import merged
 
 from graphtrain.config.schema import Adapter, Batch, Mesh, PipelineSettings
+from graphtrain.models import decoder
 from lowering.trees import flatten, unflatten
 
 MIXTURE = dataclasses.replace(MODEL, mtp_loss_weight=0.3)
@@ -70,3 +71,22 @@ def test_factors_have_the_gradients_of_the_weights_that_they_change():
         }
         found = {name: flatten(got["gradients"])[name] for name in chained}
         same(unflatten(found), unflatten(chained), 1e-5)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=4), Mesh(data=2, stage=2)], ids=["data", "gpipe"])
+def test_the_gradient_of_the_head_is_reduced_once_for_both_losses(mesh, monkeypatch):
+    calls = []
+
+    def reduce_head_first(hidden, head, axes):
+        calls.append(axes)
+        return hidden, head
+
+    monkeypatch.setattr(decoder, "reduce_head_first", reduce_head_first)
+    counts = []
+    for weight in (None, 0.3):
+        calls.clear()
+        model = dataclasses.replace(DENSE, mtp_loss_weight=weight)
+        of = program(target="cpu:4", model=model, batch=PARTS, mesh=mesh, pipeline=GPIPE)
+        lower(of, "gradients")
+        counts.append(len(calls))
+    assert counts[1] == counts[0] > 0

@@ -9,6 +9,7 @@ import pytest
 from programs import LLAMA, lower, program
 
 from graphtrain.config.schema import Batch, Mesh
+from graphtrain.graphs import build
 from lowering.hlo.collectives import read
 from lowering.hlo.text import parse
 
@@ -39,6 +40,11 @@ MODEL = dataclasses.replace(
 @functools.cache
 def collectives(target, mesh, rules, remat="none", kv_heads=8):
     """Those of loss and gradients."""
+    return facts(target, mesh, rules, remat, kv_heads).collectives
+
+
+def facts(target, mesh, rules, remat="none", kv_heads=8):
+    """Return products and collectives of loss and gradients."""
     of = program(
         target=target,
         mesh=mesh,
@@ -48,7 +54,7 @@ def collectives(target, mesh, rules, remat="none", kv_heads=8):
     )
     lowered = lower(of, "gradients")
     compiled = lowered.handle.compile(compiler_options=lowered.options)
-    return read(compiled.as_text(), lowered.plan.mesh).collectives
+    return read(compiled.as_text(), lowered.plan.mesh)
 
 
 def per_layer(found, mesh_axis):
@@ -131,3 +137,13 @@ def products_behind(computation, op):
         if each.opcode == f"{op}-done"
     ]
     return [each for span in spans for each in span if "__cublas" in each.rest]
+
+
+@_for_cards
+def test_mlp_blocks_neither_gather_nor_compute_twice(monkeypatch):
+    at_once = facts("h100:8", Mesh(fsdp=8), ("fsdp",), "full")
+    monkeypatch.setattr(build, "mlp_block_count", lambda program: 2)
+    in_blocks = facts("h100:8", Mesh(fsdp=8), ("fsdp",), "full")
+    assert in_blocks.wire_bytes == at_once.wire_bytes > 0
+    assert in_blocks.flops == at_once.flops > 0
+    assert len(in_blocks.collectives) > len(at_once.collectives)

@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 
 from graphtrain.config.resolve import resolve
-from graphtrain.config.schema import Batch, Mesh, Model, Precision, Program
+from graphtrain.config.schema import (
+    Adapter,
+    Batch,
+    Loss,
+    Mesh,
+    MixtureOfExperts,
+    Model,
+    Precision,
+    Program,
+)
+from graphtrain.cost_model.memory import largest, memory
 from graphtrain.models.activations import ACTIVATIONS
 from graphtrain.models.mlp_block_count import mlp_block_count
 from graphtrain.models.mlp_blocks import BlockedMLP, mlp_in_blocks
@@ -38,8 +48,8 @@ def test_gradients_in_blocks_are_those_of_all_columns_at_once(blocks, names):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=3e-5), got, want)
 
 
-def count(model=None, target="h100:64", mesh=None, rules=("fsdp",), batch=None, **settings):
-    made = Program(
+def resolved(model=None, target="h100:64", mesh=None, rules=("fsdp",), batch=None, **settings):
+    of = Program(
         target=target,
         mesh=mesh or Mesh(fsdp=64),
         rules=rules,
@@ -47,7 +57,11 @@ def count(model=None, target="h100:64", mesh=None, rules=("fsdp",), batch=None, 
         batch=batch or Batch(global_batch_size=128, seq_len=4096),
         **settings,
     )
-    return mlp_block_count(resolve(made))
+    return resolve(of)
+
+
+def count(*arguments, **settings):
+    return mlp_block_count(resolved(*arguments, **settings))
 
 
 def test_wide_mlps_that_are_recomputed_have_as_many_blocks_as_are_wide():
@@ -64,10 +78,33 @@ def test_wide_mlps_that_are_recomputed_have_as_many_blocks_as_are_wide():
         {"target": "cpu:64"},
         {"target": "v5p:4x4x4"},
         {"batch": Batch(global_batch_size=64, seq_len=512)},  # saves too little
-        {"mesh": Mesh(fsdp=8, tensor=8), "rules": ("fsdp", "tensor")},  # too narrow
+        {"model": {"post_norm": True}},
+        {"model": {"moe": MixtureOfExperts(experts=4)}},
+        {"mesh": Mesh(fsdp=32, tensor=2), "rules": ("fsdp", "tensor")},
+        {
+            "mesh": Mesh(fsdp=32, stage=2),
+            "rules": ("fsdp", "pipeline"),
+            "batch": Batch(global_batch_size=512, seq_len=4096, microbatches=4),
+        },
+        {
+            "batch": Batch(
+                global_batch_size=256, seq_len=4096, microbatches=2, gradient_reduction="per_step"
+            )
+        },
+        {"adapter": Adapter(rank=8, alpha=16.0)},
         {"precision": Precision(compute="fp8")},
     ],
     ids=str,
 )
 def test_other_mlps_have_one_block(changes):
     assert count(**changes) == 1
+
+
+@pytest.mark.parametrize("blocks", ["auto", "none"])
+def test_the_largest_arrays_are_parts_of_the_estimated_memory(blocks):
+    made = resolved({"mlp_blocks": blocks}, loss=Loss(chunk=512))
+    named, temporaries = largest(made, count=100), memory(made).temporaries
+    assert any("in 8 blocks" in name for name in named) == (blocks == "auto")
+    of_layer = [size for name, size in named.items() if name.startswith(("one layer", "gathered"))]
+    assert 0.9 * temporaries < sum(of_layer) <= temporaries + 1
+    assert named["logits and their gradient"] <= temporaries
