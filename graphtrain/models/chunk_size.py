@@ -73,8 +73,8 @@ def loss_chunk(program: ResolvedProgram) -> int | None:
     if setting == "none":
         return None
     positions = program.batch.seq_len // mesh.size(rules.activations.get("seq", ()))
-    if program.pipeline.schedule == "1f1b":  # whose stages share the positions of a loss
-        positions //= mesh.axes.get("stage", 1)
+    stages = mesh.axes.get("stage", 1) if program.pipeline.schedule == "1f1b" else 1
+    positions //= stages  # 1F1B splits the positions of a loss over its stages
     model, batch, target = program.model, program.batch, program.target
     has_two_losses = model.mtp_loss_weight is not None and mesh.axes.get("stage", 1) > 1
     if setting != "auto":
@@ -83,7 +83,7 @@ def loss_chunk(program: ResolvedProgram) -> int | None:
                 "loss.chunk is not supported with a pipeline and program.model.mtp_loss_weight; "
                 "remove one of them, or set mesh.stage = 1"
             )
-        check_chunk(setting, positions)
+        check_chunk(setting, positions, stages)
         return setting
     if (
         not (target.is_gpu or target.platform == "tpu")
@@ -104,16 +104,25 @@ def loss_chunk(program: ResolvedProgram) -> int | None:
     return best_chunk(logits, target.memory_bytes)
 
 
-def check_chunk(chunk: int, positions: int) -> None:
+def check_chunk(chunk: int, positions: int, stages: int = 1) -> None:
     """Raise if a chunk does not divide the positions of a sequence on one device.
+
+    Args:
+        chunk: Positions of a chunk.
+        positions: Positions of a sequence on one device.
+        stages: Number of pipeline stages that the positions are split over.
 
     Raises:
         ShardingError: the message says what to change.
     """
     if positions % chunk:
+        split, cause = "", "the rules that shard seq"
+        if stages > 1:
+            split = f", which 1f1b splits over mesh.stage = {stages}"
+            cause = 'mesh.stage, or set pipeline.schedule = "circular"'
         raise ShardingError(
             f"loss.chunk = {chunk} does not divide the {positions} positions of a sequence on one "
-            "device; change loss.chunk, batch.seq_len, or the rules that shard seq"
+            f"device{split}; change loss.chunk, batch.seq_len, or {cause}"
         )
 
 

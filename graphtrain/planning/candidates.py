@@ -90,17 +90,26 @@ def _of_batch(
                         shard_weights(tower)
                     step_uses_flash_kernel(resolved)
                     check_optimizer(resolved)
-                    loss_chunk(resolved)
                     if choices.arrays is not None:
                         arrays = state_arrays(choices.arrays, resolved.optimizer)
                         make_plan(arrays, resolved.rules, resolved.mesh)
                 except (ShardingError, LoweringError):
                     break  # sizes do not divide or there is no kernel; the schedule is irrelevant
+                if not _chunk_divides(resolved):
+                    continue  # but it may with another schedule: 1F1B divides the positions
                 estimate = partial(_candidate, weights, attained, choices.capacity)
                 for variant in _variants(resolved, choices.remats):
                     yield (candidate := estimate(variant))
                     if choices.offload and not candidate.memory.fits:
                         yield from map(estimate, _offloaded(variant))
+
+
+def _chunk_divides(program: ResolvedProgram) -> bool:
+    try:
+        loss_chunk(program)
+    except ShardingError:
+        return False
+    return True
 
 
 def _offloaded(program: ResolvedProgram) -> Iterator[ResolvedProgram]:

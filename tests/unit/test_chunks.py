@@ -110,3 +110,10 @@ def test_the_plan_tells_the_chunk():
 )
 def test_a_part_of_a_chunk_has_at_least_512_tokens(sequences, positions, parts):
     assert parts_of_chunk(sequences, positions) == parts
+
+
+def test_a_chunk_that_1f1b_splits_names_the_stages():
+    batch = Batch(global_batch_size=64, seq_len=2048, microbatches=8)
+    pipeline = PipelineSettings(schedule="1f1b")
+    with pytest.raises(ShardingError, match=r"256 positions .* mesh.stage = 8.*circular"):
+        chunk(mesh=Mesh(stage=8), batch=batch, pipeline=pipeline, loss=Loss(chunk=512))

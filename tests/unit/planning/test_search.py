@@ -107,6 +107,14 @@ def test_axes_that_a_setting_rules_out_are_not_tried_and_say_so(vary):
     assert {one.mesh.axes["stage"] for one in found.ranked} == {1}
 
 
+def test_a_chunk_that_only_1f1b_cannot_use_leaves_the_other_schedules(vary):
+    """A chunk has all positions of a sequence, which 1F1B splits over the stages."""
+    sizes = ["program.target=h100:4", "program.batch.seq_len=128", "program.model.layers=2"]
+    program = vary([*sizes, "program.loss.chunk=128"]).settings
+    pipelines = [one for one in candidates(program) if one.mesh.axes["stage"] == 2]
+    assert {one.program.pipeline.schedule for one in pipelines} == {"circular"}
+
+
 def test_the_search_imports_no_jax():
     code = "import sys, graphtrain.planning.search; print('jax' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
