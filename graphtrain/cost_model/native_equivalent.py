@@ -3,6 +3,8 @@
 import re
 from dataclasses import replace
 
+from pydantic import ValidationError
+
 from graphtrain.config.hf_config import layers_in_front
 from graphtrain.config.schema import (
     Adapter,
@@ -29,7 +31,8 @@ def sizes_unknown(program: Program) -> bool:
     model = program.model
     if isinstance(model, TorchModel) and model.images:
         return True
-    return _native(program, build=False) is None
+    native = _native(program, build=False)
+    return native is None or _replaced(program, native) is None
 
 
 def with_native_model(program: Program) -> Program:
@@ -50,12 +53,27 @@ def with_native_model(program: Program) -> Program:
             "token embedding do not show them, or not which experts process a token; use "
             "graphtrain compile, or inspect single arrays with --array"
         )
+    replaced = _replaced(program, native)
+    if replaced is None:
+        raise PlanError(
+            "this estimate needs a native model of the same sizes, and that one does not support "
+            "the settings of this program, such as latent attention with products in 8 bits; use "
+            "graphtrain compile, or inspect single arrays with --array"
+        )
+    return replaced
+
+
+def _replaced(program: Program, native: Model) -> Program | None:
+    """Return the program with a native model; None if that one does not support its settings."""
     if native is program.model:
         return program
     loss = replace(program.loss, chunk="none")  # a PyTorch module computes its own logits
     native, pipeline = _with_layers_outside(program, native)
     adapter = _native_adapter(program, native)
-    return replace(program, model=native, pipeline=pipeline, loss=loss, adapter=adapter)
+    try:
+        return replace(program, model=native, pipeline=pipeline, loss=loss, adapter=adapter)
+    except ValidationError:
+        return None
 
 
 def _with_layers_outside(program: Program, native: Model) -> tuple[Model, PipelineSettings]:

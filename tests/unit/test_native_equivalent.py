@@ -1,14 +1,23 @@
 """Sizes of an imported model for estimates, from its config.json."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from graphtrain.config.resolve import resolve
-from graphtrain.config.schema import Batch, Mesh, PipelineSettings, Program, TorchModel
+from graphtrain.config.schema import (
+    Batch,
+    Mesh,
+    PipelineSettings,
+    Precision,
+    Program,
+    TorchModel,
+)
 from graphtrain.cost_model.memory import memory
-from graphtrain.cost_model.native_equivalent import with_native_model
+from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.cost_model.padded_stages import with_padding_layers
+from graphtrain.errors import PlanError
 from graphtrain.torch_frontend.native_equivalent import native_equivalent
 
 CONFIG = {
@@ -75,3 +84,15 @@ def test_dense_layers_in_front_save_activations_of_all_microbatches_of_a_stage(t
     more = growth(**mixture, first_k_dense_replace=2) - growth(**mixture)
     hidden_state = 2 * 8 * 32 * 2  # bytes of a microbatch: rows, positions, width, bfloat16
     assert more > 2 * (16 - 2) / 2 * hidden_state
+
+
+def test_a_native_model_that_does_not_support_the_settings_of_a_program_is_no_estimate(tmp_path):
+    latents = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | latents))
+    model = TorchModel(hf=str(tmp_path), vocab=64)
+    program = Program(model=model, batch=Batch(global_batch_size=4, seq_len=8), target="cpu:1")
+    assert not sizes_unknown(program)
+    in_8_bits = replace(program, precision=Precision(compute="int8"))
+    assert sizes_unknown(in_8_bits)
+    with pytest.raises(PlanError, match="latent attention with products in 8 bits"):
+        with_native_model(in_8_bits)

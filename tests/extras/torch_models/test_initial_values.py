@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from graphtrain.config.schema import TorchModel
 from graphtrain.errors import ImportedModelError
+from graphtrain.torch_frontend.meta_module import _truncated_normal
 from graphtrain.torch_frontend.model import open_model, open_uncached
 from lowering.trees import flatten
 
@@ -74,6 +76,12 @@ def test_truncated_normal_numbers_follow_the_seed(path):
     assert not np.array_equal(first, other)
     truncated = stats.truncnorm(-1.0, 2.0, loc=1.0, scale=0.5)
     assert stats.kstest(first.ravel(), truncated.cdf).pvalue > 1e-3
+
+
+def test_the_lowest_number_drawn_is_no_outlier_of_a_truncated_normal(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda self, low, high: self.fill_(low))
+    lowest = _truncated_normal(torch.empty(1), 0.0, 0.02, -2.0, 2.0)
+    assert -6 * 0.02 < float(lowest) < -5 * 0.02
 
 
 def test_parameters_of_numbers_that_pytorch_drew_are_refused():
