@@ -11,6 +11,7 @@ from programs import batch, program
 
 from graphtrain.config.hf_images import image_layout
 from graphtrain.config.schema import Batch, Program, TorchModel
+from graphtrain.torch_frontend.model import OpenedModel, open_model
 
 
 def program_of(kind: str, directory: Path, images: int = 2, **settings: Any) -> Program:
@@ -24,6 +25,18 @@ def program_of(kind: str, directory: Path, images: int = 2, **settings: Any) -> 
     )
     sizes = Batch(global_batch_size=8, seq_len=40)
     return program(**{"model": model, "batch": sizes, "target": "cpu:1"} | settings)
+
+
+def opened_of(of: Program) -> OpenedModel:
+    assert isinstance(of.model, TorchModel)
+    return open_model(of.model)
+
+
+def module_of(of: Program) -> Any:
+    model: Any = of.model
+    return transformers.AutoModelForImageTextToText.from_pretrained(
+        model.hf, dtype=torch.float32, attn_implementation="eager"
+    )
 
 
 def batch_of(of: Program, seed: int = 0) -> dict[str, np.ndarray]:

@@ -16,7 +16,7 @@ from graphtrain.graphs.open_model import open_language_model
 from lowering.graph import Graph
 from lowering.lowered import Lowered
 from lowering.machine.target import Target
-from lowering.trees import Tree
+from lowering.trees import Tree, flatten
 from lowering.xla import backend as xla
 from lowering.xla.backend import Executable
 from sharding_rules.arrays import ArraySpec
@@ -153,3 +153,14 @@ def batch(of: Program, seed: int = 0) -> dict[str, np.ndarray]:
 def placed_inputs(executable: Executable, name: str, tree: Tree) -> Tree:
     """Host arrays where an argument of an executable lives."""
     return xla.to_devices(tree, executable.inputs(name))
+
+
+def described(tree):
+    return jax.tree.map(
+        lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding), tree
+    )
+
+
+def assert_same(got, want):
+    for path, array in flatten(want).items():
+        np.testing.assert_array_equal(flatten(got)[path], array, err_msg=path)

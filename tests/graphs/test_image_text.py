@@ -7,9 +7,8 @@ import jax
 import numpy as np
 import pytest
 import torch
-import transformers
 from image_text_folders import KINDS, folder_of
-from image_text_models import batch_of, eager_inputs, program_of
+from image_text_models import batch_of, eager_inputs, module_of, opened_of, program_of
 from programs import CUBE, loaded, placed_inputs
 from safetensors.numpy import load_file
 
@@ -17,7 +16,6 @@ from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Optimizer, Program, TorchModel
 from graphtrain.config.serving_program import serving_program
 from graphtrain.models.batch_images import with_images
-from graphtrain.torch_frontend.model import OpenedModel, open_model
 from graphtrain.torch_frontend.parity import stack_weights, unstack_weights, weights
 from graphtrain.weights.published import SavedTensors
 from graphtrain.weights.torch_modules import HuggingFaceWeights, stored_buffers
@@ -35,18 +33,6 @@ def kind(request):
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
-
-
-def opened_of(of: Program) -> OpenedModel:
-    assert isinstance(of.model, TorchModel)
-    return open_model(of.model)
-
-
-def module_of(of: Program) -> Any:
-    model: Any = of.model
-    return transformers.AutoModelForImageTextToText.from_pretrained(
-        model.hf, dtype=torch.float32, attn_implementation="eager"
-    )
 
 
 def eager_loss(module: Any, of: Program, inputs: dict[str, np.ndarray]) -> torch.Tensor:

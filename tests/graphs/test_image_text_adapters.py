@@ -9,15 +9,13 @@ import numpy as np
 import peft
 import pytest
 import torch
-import transformers
 from image_text_folders import KINDS
-from image_text_models import batch_of, eager_inputs, program_of
+from image_text_models import batch_of, eager_inputs, module_of, opened_of, program_of
 from peft.tuners.lora.layer import LoraLayer
 from programs import loaded, placed_inputs
 
-from graphtrain.config.schema import Adapter, Mesh, Optimizer, Program, TorchModel
+from graphtrain.config.schema import Adapter, Mesh, Optimizer, Program
 from graphtrain.torch_frontend.adapters import lora_orders
-from graphtrain.torch_frontend.model import OpenedModel, open_model
 from graphtrain.torch_frontend.parity import stack_weights, weights
 from lowering.trees import flatten, unflatten
 from sharding_rules.errors import ShardingError
@@ -35,18 +33,6 @@ ADAPTER = Adapter(rank=3, alpha=6.0)  # all linear layers
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
-
-
-def opened_of(of: Program) -> OpenedModel:
-    assert isinstance(of.model, TorchModel)
-    return open_model(of.model)
-
-
-def module_of(of: Program) -> Any:
-    model: Any = of.model
-    return transformers.AutoModelForImageTextToText.from_pretrained(
-        model.hf, dtype=torch.float32, attn_implementation="eager"
-    )
 
 
 def adapted(module: Any, targets: Any = "all-linear") -> Any:

@@ -6,9 +6,8 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from programs import alone, lower, program, stored
+from programs import alone, assert_same, described, lower, program, stored
 from test_parallel import assert_close, loss_and_gradients
 from torch_families import imported
 
@@ -155,17 +154,6 @@ def test_gradients_reduced_last_are_those_of_one_device(kind, rules, mesh, folde
         one_device(of), batch=dataclasses.replace(last, gradient_reduction="per_microbatch")
     )
     assert_close(loss_and_gradients(of), loss_and_gradients(alone_each))
-
-
-def described(tree):
-    return jax.tree.map(
-        lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding), tree
-    )
-
-
-def assert_same(got, want):
-    for path, array in flatten(want).items():
-        np.testing.assert_array_equal(flatten(got)[path], array, err_msg=path)
 
 
 def test_a_checkpoint_goes_into_other_stages_and_to_a_folder_and_back(folder, tmp_path):

@@ -7,7 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from programs import batch, gradients_graph, loaded, lower, placed_inputs, program, stored
+from programs import (
+    assert_same,
+    batch,
+    described,
+    gradients_graph,
+    loaded,
+    lower,
+    placed_inputs,
+    program,
+    stored,
+)
 from test_parallel import assert_close
 from test_torch_adapters import ALPHA, RANK, adapted, assert_equals_peft
 from torch_families import imported
@@ -112,17 +122,6 @@ def test_an_adapter_in_stages_of_periods_has_the_gradients_of_peft(folder):
     of = dataclasses.replace(of, adapter=adapter)
     tuned = adapted(module_with_weights(of.model), target_modules=[*names])
     assert_equals_peft(of, *tuned)
-
-
-def described(tree):
-    return jax.tree.map(
-        lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding), tree
-    )
-
-
-def assert_same(got, want):
-    for path, array in flatten(want).items():
-        np.testing.assert_array_equal(flatten(got)[path], array, err_msg=path)
 
 
 @pytest.mark.parametrize(
