@@ -157,7 +157,13 @@ class FlaxLanguageModel(ModuleFacts):
         raise self._no_pipeline()
 
     def pipeline(
-        self, stages: Any, score: Any, keys: Any, term_weight: Any, tokens: jax.Array
+        self,
+        stages: Any,
+        score: Any,
+        keys: Any,
+        term_weight: Any,
+        tokens: jax.Array,
+        score_head: Any = None,
     ) -> NoReturn:
         raise self._no_pipeline()
 
