@@ -8,6 +8,16 @@ import numpy as np
 import pytest
 
 from graphtrain.api.checks.images import image_data_problems, room_problems
+from graphtrain.api.checks.purpose import (
+    CHECK,
+    COMPILE_SERVING,
+    GENERATE,
+    PLAN,
+    SERVE,
+    evaluation_purpose,
+    run_purpose,
+)
+from graphtrain.api.checks.report import problems
 from graphtrain.config.schema import Batch, Config, Data, Program, Run, TorchModel
 from graphtrain.data.indexed.description import read_description
 from tests.small_datasets import write_image_dataset
@@ -54,6 +64,24 @@ def test_a_row_has_room_for_the_placeholders_of_its_images(config):
     (problem,) = room_problems(with_length(config, 3))
     assert problem.kind == "program"
     assert "seq_len = 3 tokens holds at most 1 images of 2 tokens each" in problem.message
+
+
+def test_saved_runs_whose_rows_have_no_room_for_their_images_are_not_refused(config, tmp_path):
+    config = with_length(config, 3)
+
+    def kinds(purpose):
+        found = problems(config, purpose)
+        return {one.kind for one in found if "holds at most 1 images" in one.message}
+
+    for purpose in (CHECK, PLAN, run_purpose()):
+        assert kinds(purpose) == {"program"}
+    assert kinds(evaluation_purpose()) == {"data_doubt"}
+    for purpose in (GENERATE, SERVE, COMPILE_SERVING):
+        assert not kinds(purpose)
+    (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
+    for purpose in (CHECK, run_purpose(), evaluation_purpose()):
+        assert kinds(purpose) == {"data_doubt"}
+    assert kinds(run_purpose(fresh=True)) == {"program"}
 
 
 def test_documents_with_images_that_no_row_takes_are_found_before_compiling(config):

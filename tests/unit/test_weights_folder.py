@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graphtrain.api.checks import weights_folder
 from graphtrain.api.checks.weights_folder import (
     normalization_problems,
     processor_problems,
@@ -29,9 +30,10 @@ IDS = {"a": 0, "b": 1, "<reserved>": 2}
 TRAIN = ("run", "data", "train")
 
 
-def write_folder(folder, processor=PROCESSOR, ids=IDS, unused="1"):
+def write_folder(folder, processor=PROCESSOR, ids=IDS, unused="1", added=()):
     folder.mkdir(exist_ok=True)
-    definition = {"version": unused, "model": {"vocab": ids}, "added_tokens": []}
+    added = [{"content": text, "id": token} for text, token in dict(added).items()]
+    definition = {"version": unused, "model": {"vocab": ids}, "added_tokens": added}
     for name, content in (
         ("config.json", CONFIG),
         ("preprocessor_config.json", processor),
@@ -67,6 +69,8 @@ def test_the_exported_processor_normalizes_as_the_program(config, tmp_path):
     (problem,) = normalization_problems(config)
     assert problem.kind == "program"
     assert "mean = (0.5, 0.5, 0.25), there (0.5, 0.5, 0.5)" in problem.message
+    (doubt,) = normalization_problems(config, saved=True)
+    assert doubt == replace(problem, kind="data_doubt")
     text_only = replace(
         config.program, model=replace(config.program.model, images=0, image_size=None)
     )
@@ -87,6 +91,45 @@ def test_tokens_of_a_dataset_have_the_ids_of_the_weights(config, tmp_path, ids, 
     found = list(tokenizer_problems(config, str(tmp_path / "train"), TRAIN, description))
     assert [one.kind for one in found] == ["data"] * bool(moved)
     assert all(moved in one.message for one in found)
+    doubts = tokenizer_problems(config, str(tmp_path / "train"), TRAIN, description, saved=True)
+    assert list(doubts) == [replace(one, kind="data_doubt") for one in found]
+
+
+@pytest.mark.parametrize(
+    ("token", "settings", "kind"),
+    [
+        (7, {}, "data_doubt"),  # <pad>, or a reserved token of Llama 3, in no document
+        (255, {}, "data"),  # in the dataset
+        (7, {"eod": 7}, "data"),
+        (7, {"bos": (7,)}, "data"),
+    ],
+)
+def test_added_tokens_that_moved_are_an_error_if_the_dataset_has_them(
+    config, tmp_path, token, settings, kind
+):
+    write_folder(tmp_path, added={"<pad>": token, "<other>": 9})
+    write_folder(tmp_path / "tuned", added={"<pad>": 8, "<other>": 9})
+    description = describe(tmp_path, content_digest(tmp_path / "tokenizer.json"))
+    description = replace(description, **settings)
+    (found,) = tokenizer_problems(config, str(tmp_path / "train"), TRAIN, description)
+    assert found.kind == kind
+    assert f"'<pad>': {token}, there 8" in found.message
+    assert ("none of which a sample" in found.message) == (kind == "data_doubt")
+
+
+def test_the_tokenizer_of_the_weights_is_parsed_once_for_a_blend(config, tmp_path, monkeypatch):
+    parsed = []
+    read = weights_folder.read_object
+    monkeypatch.setattr(
+        weights_folder, "read_object", lambda path: parsed.append(path) or read(path)
+    )
+    write_folder(tmp_path, unused="2")
+    description = describe(tmp_path, content_digest(tmp_path / "tokenizer.json"))
+    for _ in range(2):
+        assert not list(tokenizer_problems(config, str(tmp_path / "train"), TRAIN, description))
+    assert parsed == [tmp_path / "tokenizer.json", tmp_path / "tuned" / "tokenizer.json"]
+    write_folder(tmp_path / "tuned", ids={"a": 0, "b": 5}, unused="3")  # is read again
+    assert list(tokenizer_problems(config, str(tmp_path / "train"), TRAIN, description))
 
 
 def test_pixels_of_another_processor_are_a_doubt(config, tmp_path, monkeypatch):

@@ -9,6 +9,19 @@ from graphtrain.config.schema import Config
 from graphtrain.errors import DataError, TrainingError
 
 
+def has_checkpoints(config: Config) -> bool:
+    """Return whether the run directory has a checkpoint: the run trained before."""
+    directory = Path(config.run.directory) / "checkpoints"
+    if not directory.is_dir():
+        return False
+    from graphtrain.checkpoints.steps import saved_steps
+
+    try:
+        return bool(saved_steps(directory))
+    except OSError:  # reported by what reads them
+        return False
+
+
 def checkpoint_problems(
     config: Config, allowed_changes: Sequence[str] = (), *, weights_only: bool = False
 ) -> Iterator[Problem]:

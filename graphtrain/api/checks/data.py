@@ -19,13 +19,16 @@ _DIRECTORY = ("run", "data", "directory")
 _TRAIN, _VALIDATION = ("run", "data", "train"), ("run", "data", "validation")
 
 
-def data_problems(config: Config, *, train: bool = True, fetch: bool = True) -> Iterator[Problem]:
+def data_problems(
+    config: Config, *, train: bool = True, fetch: bool = True, saved: bool = False
+) -> Iterator[Problem]:
     """Yield the problems of the validation dataset and, unless it is not read, of the others.
 
     Args:
         config: the configuration.
         train: whether training data is read.
         fetch: whether to fetch what describes streamed datasets, which are not checked otherwise.
+        saved: whether the run trained before, perhaps when less was checked.
     """
     data = config.run.data
     datasets: list[tuple[str, KeyPath]] = []
@@ -44,7 +47,7 @@ def data_problems(config: Config, *, train: bool = True, fetch: bool = True) -> 
             message = f"{name}: {missing_dataset_file(prefix, absent[0].suffix)}"
             yield Problem("missing_data", message, (setting, _DIRECTORY))
         else:
-            yield from _problems_of(config, prefix, setting)
+            yield from _problems_of(config, prefix, setting, saved)
 
 
 def _source_problems(config: Config, reference: str, setting: KeyPath) -> Iterator[Problem]:
@@ -83,7 +86,7 @@ def _stream_problems(config: Config, url: str, setting: KeyPath) -> Iterator[Pro
     yield from _kind_problems(config, url, setting, description)
 
 
-def _problems_of(config: Config, prefix: str, setting: KeyPath) -> Iterator[Problem]:
+def _problems_of(config: Config, prefix: str, setting: KeyPath, saved: bool) -> Iterator[Problem]:
     from graphtrain.data.indexed.token_range import count_tokens, largest_token_of_sample
 
     name = ".".join(setting)
@@ -105,7 +108,7 @@ def _problems_of(config: Config, prefix: str, setting: KeyPath) -> Iterator[Prob
         return
     yield from _vocabulary_problems(config, prefix, largest, description)
     yield from _kind_problems(config, prefix, setting, description)
-    yield from tokenizer_problems(config, prefix, setting, description)
+    yield from tokenizer_problems(config, prefix, setting, description, saved=saved)
     yield from processor_problems(config, prefix, setting, description)
     yield from image_data_problems(config, prefix, setting, description)
 

@@ -16,8 +16,11 @@ _IMAGES = ("program", "model", "images")
 _SEQ_LEN = ("program", "batch", "seq_len")
 
 
-def room_problems(config: Config) -> Iterator[Problem]:
-    """Yield that no row can ever hold as many images as the program computes for each."""
+def room_problems(config: Config, *, saved: bool = False) -> Iterator[Problem]:
+    """Yield that no row can ever hold as many images as the program computes for each.
+
+    That wastes time and memory, and is no error in a run that trained so before (`saved`).
+    """
     try:
         images = row_images(config.program)
     except ImportedModelError:  # reported where the model is opened
@@ -32,7 +35,7 @@ def room_problems(config: Config) -> Iterator[Problem]:
             f"{length} tokens holds at most {length // images.tokens} images of {images.tokens} "
             "tokens each; set images to at most that, or increase seq_len"
         )
-        yield Problem("program", message, (_IMAGES, _SEQ_LEN))
+        yield Problem("data_doubt" if saved else "program", message, (_IMAGES, _SEQ_LEN))
 
 
 def image_data_problems(

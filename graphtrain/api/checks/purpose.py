@@ -8,7 +8,8 @@ from typing import Literal
 # missing_data: a dataset that is not on this machine. checkpoint: one of another run.
 # machine: a package, a directory or a file that this machine lacks. compiler: that of the target,
 # which plans do without. doubt: what is computed as asked, and probably not what is wanted.
-# data_doubt: a dataset that may not be what the model expects.
+# data_doubt: a dataset or images that may not be what the model expects, or that a new run would
+# refuse and a saved one trained with.
 Kind = Literal[
     "program", "data", "missing_data", "checkpoint", "machine", "compiler", "doubt", "data_doubt"
 ]
@@ -23,6 +24,7 @@ class Purpose:
     train: bool = True  # the training data is read
     weights_only: bool = False  # of a checkpoint
     trains_batches: bool = True  # False: the graphs have batches of their own
+    fresh: bool = False  # the checkpoints of the run directory are set aside
 
     @property
     def kinds(self) -> set[Kind]:
@@ -75,7 +77,8 @@ def run_purpose(*, fresh: bool = False, compiles: bool = False) -> Purpose:
         compiles: whether it compiles the missing programs first.
     """
     errors = _NEW if fresh else _EVERY
-    return Purpose((*errors, "compiler") if compiles else errors, ("data_doubt",))
+    errors = (*errors, "compiler") if compiles else errors
+    return Purpose(errors, ("data_doubt",), fresh=fresh)
 
 
 def dump_purpose(*, compiles: bool = False, restores: bool = True) -> Purpose:
@@ -86,9 +89,10 @@ def dump_purpose(*, compiles: bool = False, restores: bool = True) -> Purpose:
         restores: whether it may start from a checkpoint.
     """
     errors = _EVERY if restores else _NEW
-    return Purpose((*errors, "compiler") if compiles else errors, weights_only=True)
+    errors = (*errors, "compiler") if compiles else errors
+    return Purpose(errors, ("data_doubt",), weights_only=True)
 
 
 def evaluation_purpose(*, bigram: bool = False) -> Purpose:
     """Return the purpose of an evaluation; that of a bigram model reads the training data."""
-    return Purpose(_EVERY, train=bigram, weights_only=True)
+    return Purpose(_EVERY, ("data_doubt",), train=bigram, weights_only=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from graphtrain.api.checks.checkpoint import checkpoint_problems
+from graphtrain.api.checks.checkpoint import checkpoint_problems, has_checkpoints
 from graphtrain.api.checks.code import code_problems
 from graphtrain.api.checks.data import data_problems
 from graphtrain.api.checks.export import export_problems
@@ -48,8 +48,11 @@ def problems(
         allowed_changes: settings that may differ from those of the checkpoint.
     """
     kinds = purpose.kinds
+    saved = not purpose.fresh and has_checkpoints(config)
     found = [*program_problems(config.program), *position_problems(config)]
-    found += [*room_problems(config), *normalization_problems(config)]
+    if purpose.trains_batches:
+        found += room_problems(config, saved=saved or purpose.weights_only)
+        found += normalization_problems(config, saved=saved)
     found += _outputs({option: path for option, path in (outputs or {}).items() if path})
     trains = purpose.trains_batches and not purpose.weights_only
     if trains and not found:  # fewer hosts would have the same problems
@@ -65,7 +68,8 @@ def problems(
         found += run_problems(config)
         found += trackers_problems(config)
     if kinds & {"data", "missing_data"}:
-        found += data_problems(config, train=purpose.train, fetch="missing_data" in kinds)
+        fetch = "missing_data" in kinds
+        found += data_problems(config, train=purpose.train, fetch=fetch, saved=saved)
         found += samples_problems(config)
     if "missing_data" in kinds and not purpose.weights_only:  # the run trains, here or later
         found += place_problems(config)

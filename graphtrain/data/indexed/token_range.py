@@ -1,5 +1,6 @@
-"""Largest token id of a dataset: of all of it, or of a sample of a large one."""
+"""Token ids of a dataset: the largest, and which occur; of all of it, or of a sample."""
 
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,17 @@ def count_tokens(prefix: str | Path) -> int:
 
 def largest_token_of_sample(prefix: str | Path) -> int:
     """Return the largest token id of evenly spread blocks of a dataset that is not empty."""
+    return max(int(block.max()) for block in _sample(prefix))
+
+
+def tokens_in_sample(prefix: str | Path, tokens: Collection[int]) -> set[int]:
+    """Return which of these ids occur in evenly spread blocks of a dataset that is not empty."""
+    wanted = np.array(sorted(tokens), np.int64)
+    return {int(one) for block in _sample(prefix) for one in wanted[np.isin(wanted, block)]}
+
+
+def _sample(prefix: str | Path) -> Iterator[np.ndarray]:
     path, index = dataset_paths(prefix)
     tokens = np.memmap(path, read_header(index)[0], mode="r")
-    starts = {number * len(tokens) // _BLOCKS for number in range(_BLOCKS)}
-    return max(int(tokens[start : start + _BLOCK].max()) for start in starts)
+    for start in sorted({number * len(tokens) // _BLOCKS for number in range(_BLOCKS)}):
+        yield tokens[start : start + _BLOCK]
