@@ -20,5 +20,5 @@ def test_what_is_not_read_or_only_chooses_is_constant_and_said(front_end: str, t
     constant = {path for path, role in roles.items() if role == "constant"}
     assert constant == {"chooser/weight", "unused/weight", "unused/bias"}
     assert "chooser/weight and 2 others: get no gradient, so they stay as they are" in describe(
-        model, tmp_path
+        model, tmp_path, None
     )
