@@ -25,7 +25,7 @@ from lowering.machine.toolchain import version
 from sharding_rules.documents import DocumentError, read_object
 
 FILE = "machine-profiles.json"
-_VERSION = 3
+_VERSION = 4
 BUSY = 0.1  # share of the cores that others may use; above it, times are theirs, too
 # Bytes from which on the arrays of an operation are taken to come from memory: they were written a
 # layer or a step ago, while a measurement that repeats one operation finds them in the cache.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -41,6 +42,7 @@ _DTYPES = {"f32": ("float32", "float32"), "bf16": ("bfloat16", "float32"), "s8":
 # A CPU without instructions for 8 bits takes 50 times as long: one shape of each kind is enough.
 _FEW = (SHAPES[1], SHAPES[2], SHAPES[5])
 _UNCACHED = 1 << 26  # bytes of operands that caches of a few cores do not hold together
+_LARGE = 1 << 24  # bytes of an array that is not in a cache any more when all of it is computed
 
 
 def measure_products(launch: float, observe: Callable[[str], None]) -> tuple[MeasuredProduct, ...]:
@@ -63,9 +65,12 @@ def _measure(
 ) -> MeasuredProduct:
     dtype, sums = _DTYPES[name]
     shapes = (batch, rows, summed), (batch, summed, columns)
+    operands = [
+        [jnp.ones(shape if batch > 1 else shape[1:], dtype) for _ in range(copies)]
+        for shape, copies in zip(shapes, _copies(shapes, jnp.dtype(dtype).itemsize), strict=True)
+    ]
     several = [
-        tuple(jnp.ones(shape if batch > 1 else shape[1:], dtype) for shape in shapes)
-        for _ in range(_sets_of_operands(batch, rows, summed, columns, jnp.dtype(dtype).itemsize))
+        tuple(of[index % len(of)] for of in operands) for index in range(max(map(len, operands)))
     ]
     precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
 
@@ -77,10 +82,15 @@ def _measure(
     return MeasuredProduct(**asdict(measured), dtype=name, **sizes)
 
 
-def _sets_of_operands(batch: int, rows: int, summed: int, columns: int, item: int) -> int:
-    """Return with how many operands in turn a product is measured.
+def _copies(shapes: tuple[tuple[int, ...], tuple[int, ...]], item: int) -> tuple[int, int]:
+    """Return of how many arrays each operand of a product is taken in turn.
 
-    In a step, large ones come from memory, as the arrays of loops do; small ones do not.
+    In a step, one operand was computed just before; the other, a weight or a saved activation, was
+    written a layer or a step ago and comes from memory, as the arrays of loops do. What no cache
+    holds comes from memory in any case, small products do not.
     """
-    size = item * batch * summed * (rows + columns)
-    return 1 if size <= CACHED_BYTES else max(2, _UNCACHED // size)
+    first, second = (item * math.prod(shape) for shape in shapes)
+    if first + second <= CACHED_BYTES:
+        return 1, 1
+    in_turn = [max(2, _UNCACHED // size) for size in (first, second)]
+    return in_turn[0] if first >= _LARGE else 1, in_turn[1]
