@@ -245,8 +245,8 @@ def _print_arrays(program: "ResolvedProgram", pattern: str) -> None:
 
 def cost_of(plan_answer: "Answer", work: "Workload") -> "Cost":
     """Return what a workload costs by the plan of one target."""
-    program = plan_answer.program
-    return work.cost(program.target, program.batch.tokens, plan_answer.assessment.time)
+    program, time = plan_answer.program, plan_answer.assessment.time
+    return work.cost(program.target, program.model.dtype, program.batch.tokens, time)
 
 
 def _print_json(plan_answer: "Answer", pattern: str | None, work: "Workload") -> None:

@@ -8,6 +8,7 @@ in the model's dtype waits until the chunk is complete.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from graphtrain.config.resolve import ResolvedProgram
@@ -153,8 +154,8 @@ def best_chunk(logits: Logits, memory_bytes: int) -> int | None:
     chunk = next(
         (
             positions
-            for positions in range(_ROWS, logits.positions, _ROWS)
-            if logits.positions % positions == 0 and logits.sequences * positions >= tokens
+            for positions in _divisors(logits.positions)
+            if positions % _ROWS == 0 and logits.sequences * positions >= tokens
         ),
         logits.positions,
     )
@@ -168,6 +169,11 @@ def best_chunk(logits: Logits, memory_bytes: int) -> int | None:
         if unchunked_bytes - chunked_bytes - head_gradient_bytes >= _MIN_SAVING * memory_bytes
         else None
     )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in reversed(small)]
 
 
 def _fewest_tokens(logits: Logits, memory_bytes: int) -> int:

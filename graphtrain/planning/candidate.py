@@ -96,7 +96,9 @@ class Candidate:
 
     def cost(self, workload: Workload) -> Cost:
         """Return what a workload takes with this strategy."""
-        return workload.cost(self.program.target, self.program.batch.tokens, self.time)
+        return workload.cost(
+            self.program.target, self.program.model.dtype, self.program.batch.tokens, self.time
+        )
 
     @property
     def figures(self) -> tuple[str, str, str, str]:

@@ -23,6 +23,7 @@ _SECONDS_PER_DAY = 86_400
 # Measured over predicted time of a step, of the middle 80 % of the published steps to which nothing
 # was fitted: tests/benchmarks/published.py prints it.
 PUBLISHED_RANGE = 0.88, 1.18
+_PUBLISHED_DTYPES = "bfloat16", "float16"  # of their models; products may be in 8 bits
 _Price = Annotated[float, Field(gt=0, lt=1e9)]
 
 
@@ -113,8 +114,8 @@ class Workload:
         if self.prices is not None:
             self.prices.hour(target)
 
-    def cost(self, target: Target, tokens_per_step: int, time: StepTime | None) -> Cost:
-        """Return what the tokens cost on a target with this time of a step."""
+    def cost(self, target: Target, dtype: str, tokens_per_step: int, time: StepTime | None) -> Cost:
+        """Return what the tokens cost on a target with this time of a step in a dtype."""
         seconds = time.total if time is not None and time.is_complete else None
         if time is None or seconds is None:
             return Cost()
@@ -122,7 +123,11 @@ class Workload:
         days = None if self.tokens is None else self.tokens / rate / _SECONDS_PER_DAY
         hour = None if self.prices is None else self.prices.hour(target)
         price = None if days is None or hour is None else days * 24 * hour
-        return Cost(rate, days, price, time.achieved and PUBLISHED_RANGE)
+        if time.achieved is None:  # measured, or of a machine that none is like
+            return Cost(rate, days, price)
+        if time.achieved.machine != target.machine or dtype not in _PUBLISHED_DTYPES:
+            return Cost(rate, days, price, unpublished=f"{target.machine} in {dtype}")
+        return Cost(rate, days, price, PUBLISHED_RANGE)
 
     def cells(self, cost: Cost) -> list[str]:
         """Return the text of each column."""
@@ -142,11 +147,15 @@ class Workload:
 
     @staticmethod
     def note(costs: Sequence[Cost]) -> str:
-        """Return what the ranges of costs are from; empty without a range."""
+        """Return what the ranges of costs are from, and why costs have none."""
         ranges = {cost.range for cost in costs if cost.range is not None}
-        return "".join(
+        published = [
             f"80 % of the published steps took {low} to {high} x as long as predicted"
             for low, high in ranges
+        ]
+        others = dict.fromkeys(cost.unpublished for cost in costs if cost.unpublished)
+        return "; ".join(
+            [*published, *(f"no published step is of {one}: no range" for one in others)]
         )
 
     def as_json(self, cost: Cost) -> dict[str, Any]:
@@ -164,6 +173,7 @@ class Cost:
     price: float | None = None
     # Measured over predicted time, of 80 % of published steps; None: no step was published.
     range: tuple[float, float] | None = None
+    unpublished: str | None = None  # machine and dtype of which no step was published
 
     def between(self, value: float | None) -> str:
         """Return a value with the range in which it is expected."""

@@ -59,4 +59,4 @@ def compare_targets(
 
 
 def _cost(workload: Workload, program: ResolvedProgram, assessment: Assessment) -> Cost:
-    return workload.cost(program.target, program.batch.tokens, assessment.time)
+    return workload.cost(program.target, program.model.dtype, program.batch.tokens, assessment.time)

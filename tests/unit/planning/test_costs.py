@@ -11,12 +11,13 @@ from lowering.machine.target import AT_PEAK, Target
 
 TARGET = Target.parse("h100:16")
 STEP = StepTime(compute=1.5, memory=0.5, communication={}, bubble=0.0, overlapped=0.0)
+OF_H100 = replace(AT_PEAK, machine="h100")
 PRICES = Prices({"h100": 2.5}, "EUR")
 WORK = Workload(tokens=86_400_000, prices=PRICES)
 
 
 def test_tokens_take_days_and_money_by_the_time_of_a_step():
-    cost = WORK.cost(TARGET, 2_000, STEP)  # 1,000 tokens per second: one day
+    cost = WORK.cost(TARGET, "bfloat16", 2_000, STEP)  # 1,000 tokens per second: one day
     assert cost == Cost(tokens_per_second=1_000, days=1.0, price=24 * 16 * 2.5)
     assert WORK.cells(cost) == ["1,000", "1", "960"] and WORK.columns[-1] == ">EUR"
     assert WORK.sentence(cost) == "86,400,000 tokens: 1 days at 1,000 tokens/s, 960 EUR"
@@ -24,16 +25,25 @@ def test_tokens_take_days_and_money_by_the_time_of_a_step():
 
 
 def test_what_published_steps_took_gives_a_range():
-    cost = WORK.cost(TARGET, 2_000, replace(STEP, achieved=AT_PEAK))
+    cost = WORK.cost(TARGET, "bfloat16", 2_000, replace(STEP, achieved=OF_H100))
     low, high = PUBLISHED_RANGE
     assert cost.between(1.0) == f"1 ({low:.3g} to {high:.3g})"
     assert f"80 % of the published steps took {low} to {high} x" in WORK.sentence(cost)
 
 
+@pytest.mark.parametrize(("target", "dtype"), [("mi300x:16", "bfloat16"), ("h100:16", "float32")])
+def test_machines_and_dtypes_without_published_steps_have_no_range(target, dtype):
+    work = Workload(WORK.tokens)
+    cost = work.cost(Target.parse(target), dtype, 2_000, replace(STEP, achieved=OF_H100))
+    machine = target.split(":")[0]
+    assert cost.range is None and cost.days == 1.0
+    assert Workload.note([cost]) == f"no published step is of {machine} in {dtype}: no range"
+
+
 def test_an_incomplete_time_has_no_cost():
-    cost = WORK.cost(TARGET, 2_000, replace(STEP, memory=None))
+    cost = WORK.cost(TARGET, "bfloat16", 2_000, replace(STEP, memory=None))
     assert cost == Cost() and WORK.cells(cost) == ["unknown"] * 3
-    assert "unknown" in WORK.sentence(cost) and WORK.cost(TARGET, 2_000, None) == Cost()
+    assert "unknown" in WORK.sentence(cost) and WORK.cost(TARGET, "bfloat16", 2_000, None) == Cost()
 
 
 def test_the_price_of_a_target_takes_precedence_over_its_machines():
