@@ -7,6 +7,7 @@ estimates, no compiled program.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -126,6 +127,7 @@ class _File:
 
     graphtrain_machine_profiles: int
     profiles: tuple[MachineProfile, ...]
+    sha256: str = ""  # of the profiles
 
 
 def this_machine(**measured: Any) -> MachineProfile:
@@ -160,7 +162,8 @@ def read_profiles(path: Path) -> tuple[MachineProfile, ...]:
     if not path.exists():
         return ()
     try:
-        file = validate(_File, read_object(path))
+        document = read_object(path)
+        file = validate(_File, document)
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
     except DocumentError as error:
@@ -173,7 +176,16 @@ def read_profiles(path: Path) -> tuple[MachineProfile, ...]:
             f"{path}: its format has version {file.graphtrain_machine_profiles}, this reads "
             f"{_VERSION}; remove it, and run graphtrain doctor --measure"
         )
+    if file.sha256 != _digest(document["profiles"]):
+        raise PlanError(
+            f"{path}: does not match its checksum (sha256), so its numbers are not those that were "
+            "measured; remove it, and run graphtrain doctor --measure"
+        )
     return file.profiles
+
+
+def _digest(profiles: Any) -> str:
+    return hashlib.sha256(json.dumps(profiles, sort_keys=True).encode()).hexdigest()
 
 
 def store_profile(path: Path, profile: MachineProfile) -> None:
@@ -187,7 +199,9 @@ def store_profile(path: Path, profile: MachineProfile) -> None:
     """
     with _locked(path):
         others = [one for one in read_profiles(path) if one.identity != profile.identity]
-        text = json.dumps(asdict(_File(_VERSION, (*others, profile))), indent=1)
+        profiles = [asdict(one) for one in (*others, profile)]
+        about = asdict(_File(_VERSION, (), _digest(profiles)))
+        text = json.dumps(about | {"profiles": profiles}, indent=1)
         with atomic_write(path) as file:
             file.write(f"{text}\n".encode())
 

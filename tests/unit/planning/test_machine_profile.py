@@ -129,6 +129,10 @@ def test_a_damaged_file_is_an_error_that_names_the_entry(tmp_path):
     path.write_text(json.dumps(document))
     with pytest.raises(PlanError, match=r"profiles\.0\.products\.0\.seconds"):
         read_profiles(path)
+    document["profiles"][0]["products"][0]["seconds"] = 1e-12  # possible, but not what was written
+    path.write_text(json.dumps(document))
+    with pytest.raises(PlanError, match="does not match its checksum"):
+        read_profiles(path)
     path.write_text(json.dumps(document | {"graphtrain_machine_profiles": 1, "profiles": []}))
     with pytest.raises(PlanError, match="version 1"):
         read_profiles(path)
