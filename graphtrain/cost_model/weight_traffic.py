@@ -17,6 +17,7 @@ from graphtrain.cost_model.predicted_collective import (
     uses_ahead,
 )
 from graphtrain.cost_model.weights import ShardedWeight
+from graphtrain.models.updated_weights import gathered_by_layer
 from lowering.hlo.collectives import Collective
 
 
@@ -24,12 +25,15 @@ def weight_collectives(
     program: ResolvedProgram, weights: Sequence[ShardedWeight]
 ) -> Iterator[Collective]:
     """Yield the collectives that gather weights for use and reduce gradients to their shards."""
+    trained = {weight.path: weight.spec for weight in weights if not weight.frozen}
+    by_layer = gathered_by_layer(program, trained)
     for weight in weights:
         yield from _gathers(program, weight)
         if weight.frozen:
             continue
         yield from gradient_collectives(program, weight)
-        yield from _updated(program, weight)
+        layers = weight.spec.shape[0] if weight.path in by_layer else 1
+        yield from _updated(program, weight, layers)
 
 
 def _gathers(program: ResolvedProgram, weight: ShardedWeight) -> Iterator[Collective]:
@@ -101,20 +105,28 @@ def _uses_of_head(passes: Passes, on_gpu: bool) -> int:
     return 2 * passes.heads + (not on_gpu)
 
 
-def _updated(program: ResolvedProgram, weight: ShardedWeight) -> Iterator[Collective]:
+def _updated(program: ResolvedProgram, weight: ShardedWeight, layers: int) -> Iterator[Collective]:
     """Yield the all-gather of weights that were updated in smaller shards than they are stored.
 
     Schedule-free also gathers the weights at which it takes the gradient.
 
     Where both split the same dimension, shards of the smaller and of the larger division are not on
     the same devices: they are permuted before the update and after it.
+
+    Args:
+        program: the program.
+        weight: the weight.
+        layers: Number of layers that are gathered one after another; 1: all at once.
     """
     mesh = program.mesh
     regathered = tuple(axis for axis in weight.optimizer if axis not in weight.stored)
     total = 4 * weight.used_of_a_layer(mesh) * layers_per_device(program, weight)
     gather = partial(collective, mesh=mesh, dtype="f32")
-    count = 2 if program.optimizer.kind == "schedule_free" else 1
-    yield gather("all-gather", regathered, count, total / mesh.size(gathered_axes(weight)))
+    stored = total / mesh.size(gathered_axes(weight))
+    if program.optimizer.kind == "schedule_free":
+        yield gather("all-gather", regathered, 1, stored)
+    yield gather("all-gather", regathered, layers, stored / layers)
     if regathered and (shared := gathered_axes(weight)):
         axes = (*regathered, *shared)
-        yield gather("collective-permute", axes, 2, total / mesh.size(axes))
+        yield gather("collective-permute", axes, 1, total / mesh.size(axes))
+        yield gather("collective-permute", axes, layers, total / mesh.size(axes) / layers)

@@ -19,6 +19,7 @@ from graphtrain.graphs.checksums import checksum_graph, copy_graph
 from graphtrain.graphs.deferred_reduction import accumulate_then_reduce, can_defer
 from graphtrain.graphs.dump import ArrayDump
 from graphtrain.graphs.expert_bias import without_loads
+from graphtrain.graphs.gathered_updates import gather_layers
 from graphtrain.graphs.gradient_sums import GradientSums, written_in_place
 from graphtrain.graphs.group_norms import group_norm_names, group_norms
 from graphtrain.graphs.loss_scale import (
@@ -59,6 +60,7 @@ from graphtrain.models.mlp_blocks import use_mlp_blocks
 from graphtrain.models.optimizer_state import EMA
 from graphtrain.models.optimizer_support import check_optimizer
 from graphtrain.models.quantized_matmul import quantize_products
+from graphtrain.models.updated_weights import gathered_by_layer
 from lowering.graph import Graph
 from lowering.tracing.constrain import constrain_tree, to_device_memory
 from lowering.trees import Tree, flatten, unflatten
@@ -164,6 +166,7 @@ def _train(program: ResolvedProgram, dump: ArrayDump | None = None) -> Graph:
     state_specs, frozen_input = state_specs_of(program), _frozen_input(program)
     norms = group_norm_names(program.optimizer, specs)
     names = *metric_names(program), *norms, "grad_norm", "targets"
+    by_layer = gathered_by_layer(program, flatten(specs))
 
     def step(
         state: Tree,
@@ -205,7 +208,9 @@ def _train(program: ResolvedProgram, dump: ArrayDump | None = None) -> Graph:
         }
         before = {**state, "parameters": parameters, "optimizer": moments}
         outputs = unless_overflow(program, before, {"state": new_state, "metrics": metrics})
-        return {**unless_spike(before, outputs, limits), **arrays}
+        outputs = unless_spike(before, outputs, limits)
+        weights = gather_layers(state["parameters"], outputs["state"]["parameters"], by_layer)
+        return {**outputs, "state": {**outputs["state"], "parameters": weights}, **arrays}
 
     limits = limit_specs(program)
     return Graph(

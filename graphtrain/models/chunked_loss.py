@@ -36,7 +36,6 @@ from sharding_rules.arrays import ArraySpec
 from sharding_rules.plan import make_layout
 
 _TOKENS = ("batch", None, "seq", None)  # shards of batch, sequences, shards of seq, positions
-_FLOAT32 = jnp.dtype(jnp.float32)
 _LOCAL_DIMENSIONS = (1, 3)  # dimensions that are local to a device: sequences and positions
 
 
@@ -117,26 +116,31 @@ def _over_chunks(
     differentiate: bool,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array] | None]:
     """Return both losses, and the gradients of the first for hidden states and head."""
+    # A zero that depends on the hidden states: XLA would fill arrays with zeros that depend on
+    # nothing before the forward pass, where they exist beside the arrays of a layer.
+    hidden, zero = jax.lax.optimization_barrier((hidden, jnp.zeros(())))
     tokens = [_by_shard(x) for x in (hidden, targets, weights)]
     length = tokens[0].shape[3]
     check_chunk(scored.chunk, length)
     # Cast and gathered over embed before the loop, so that this happens once.
     head_used = constrain(head.astype(hidden.dtype), *scored.head_axes)
     token_shards = tokens[0].shape[0], tokens[0].shape[2]
-    sums = (_zeros(token_shards, "batch", "seq"),) * 2
+    sums = (_filled(zero, token_shards, "batch", "seq"),) * 2
     gradients = None
     if differentiate:
-        grad_head = _zeros((*token_shards, *head.shape), "batch", "seq", *scored.head_axes)
-        gradients = jnp.zeros_like(tokens[0]), grad_head
+        shape = *token_shards, *head.shape
+        grad_head = _filled(zero, shape, "batch", "seq", *scored.head_axes)
+        gradients = tokens[0], grad_head  # each chunk's gradient replaces its hidden states
     parts = parts_of_chunk(tokens[0].shape[1], scored.chunk)
     grad_scores = None
     if differentiate and parts > 1:
-        grad_scores = _room_for_parts(scored, tokens[0], head)
+        grad_scores = _room_for_parts(scored, tokens[0], head, zero)
 
     def add(carry: Any, index: jax.Array) -> tuple[Any, None]:
         sums, gradients, grad_scores = carry
         start = index * scored.chunk
-        chunk = [jax.lax.dynamic_slice_in_dim(x, start, scored.chunk, 3) for x in tokens]
+        arrays = tokens if gradients is None else (gradients[0], *tokens[1:])
+        chunk = [jax.lax.dynamic_slice_in_dim(x, start, scored.chunk, 3) for x in arrays]
         if parts == 1:
             chunk_sums, of_scores = _scored(scored, chunk, head_used, differentiate)
         else:
@@ -199,25 +203,34 @@ def _sum_shards(grad_head: jax.Array, axes: tuple[str, str]) -> jax.Array:
     )
 
 
-def _zeros(shape: tuple[int, ...], *axes: str | None, dtype: jnp.dtype = _FLOAT32) -> jax.Array:
-    """Return zeros, which vary along the manual mesh axes of a surrounding shard_map."""
-    context, zeros = placement(), jnp.zeros(shape, dtype)
+def _filled(value: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
+    """Return an array of one value, which varies over the manual axes of a surrounding shard_map.
+
+    Args:
+        value: A scalar.
+        shape: Shape of the result.
+        axes: Array axes of its dimensions.
+    """
+    context, filled = placement(), jnp.broadcast_to(value, shape)
     for mesh_axis in context.manual if context else ():
-        zeros = as_varying(zeros, mesh_axis)
-    return constrain(zeros, *axes)
+        filled = as_varying(filled, mesh_axis)
+    return constrain(filled, *axes)
 
 
-def _room_for_parts(scored: LossHead, hidden: jax.Array, head: jax.Array) -> jax.Array:
+def _room_for_parts(
+    scored: LossHead, hidden: jax.Array, head: jax.Array, zero: jax.Array
+) -> jax.Array:
     """Return zeros in the shape of the gradient of a chunk's scores, which every chunk overwrites.
 
     Args:
         scored: Settings.
         hidden: All hidden states, by shard.
         head: Weights of the LM head.
+        zero: A scalar.
     """
     vocab = head.shape[scored.head_axes.index("vocab")]
     shape = *hidden.shape[:3], scored.chunk, vocab
-    return _zeros(shape, *_TOKENS, "vocab", dtype=hidden.dtype)
+    return _filled(zero.astype(hidden.dtype), shape, *_TOKENS, "vocab")
 
 
 def _scored_in_parts(
@@ -247,7 +260,8 @@ def _scored_in_parts(
             grad_scores = jax.lax.dynamic_update_slice_in_dim(grad_scores, of_part, start, 3)
         return (jax.tree.map(jnp.add, sums, part_sums), grad_scores), None
 
-    sums = (_zeros((chunk[0].shape[0], chunk[0].shape[2]), "batch", "seq"),) * 2
+    shards = chunk[0].shape[0], chunk[0].shape[2]
+    sums = (_filled(jnp.zeros(()), shards, "batch", "seq"),) * 2
     carry: Any = sums, grad_scores
     return jax.lax.scan(_opaque(add), carry, jnp.arange(parts))[0]
 

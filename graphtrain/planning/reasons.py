@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.models.updated_weights import UPDATE_SCOPE
 from graphtrain.planning.moved import MovedArrays, ParameterIndex
 from lowering.hlo.collectives import Collective
 from sharding_rules.rules import Rules, matches
@@ -75,6 +76,8 @@ class Reasons:
 
     def in_microbatches(self, collective: Collective) -> bool:
         """Return whether the collective is executed once per microbatch, not once per step."""
+        if f"/{UPDATE_SCOPE}/" in collective.scope:
+            return False  # its loop is over layers
         microbatches = self.program.batch.microbatches
         around = collective.scope.partition("jvp(")[0]  # without the loop over layers, inside jvp
         return collective.loops[:1] == (microbatches,) and "while/body" in around

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from lowering.tracing.constrain import placement
 from lowering.tracing.current_target import traced_target
@@ -38,19 +38,38 @@ def keep_row_major(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     }
     if not any(set(names) - activation_axes for names in split[1:]):
         return x  # gathered along dimension 0 or not gathered
-    rows = Layout(tuple(range(x.ndim)))
-    spec = PartitionSpec(*(names or None for names in split))
 
     @jax.custom_vjp
     def in_rows(x: jax.Array) -> jax.Array:
-        # In a shard_map, since the partitioner gathers the operand of a layout constraint.
-        return jax.shard_map(
-            lambda local: with_layout_constraint(local, rows),
-            mesh=current.mesh,
-            in_specs=spec,
-            out_specs=spec,
-            check_vma=False,
-        )(x)
+        return _in_rows(x, split, current.mesh)
 
     in_rows.defvjp(lambda x: (in_rows(x), None), lambda _, gradient: (gradient,))
     return in_rows(x)
+
+
+def in_row_major(x: jax.Array, path: str, spec: ArraySpec) -> jax.Array:
+    """Constrain a gathered parameter to row-major layout on GPU; elsewhere, return it unchanged.
+
+    Args:
+        x: A parameter, sharded as it is stored.
+        path: Path of the parameter.
+        spec: ArraySpec of the parameter.
+    """
+    current, target = placement(), traced_target()
+    if current is None or target is None or not target.is_gpu:
+        return x
+    layout = make_layout(f"parameter/{path}", spec, current.rules, current.shape)
+    return _in_rows(x, layout.split, current.mesh)
+
+
+def _in_rows(x: jax.Array, split: tuple[tuple[str, ...], ...], mesh: Mesh) -> jax.Array:
+    """Constrain the layout in a shard_map: the partitioner gathers the constraint's operand."""
+    spec = PartitionSpec(*(names or None for names in split))
+    rows = Layout(tuple(range(x.ndim)))
+    return jax.shard_map(
+        lambda local: with_layout_constraint(local, rows),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )(x)

@@ -106,9 +106,9 @@ def test_the_plan_tells_the_chunk():
 
 
 @pytest.mark.parametrize(
-    ("sequences", "positions", "parts"), [(8, 256, 4), (4, 256, 2), (1, 1024, 2), (1, 1016, 1)]
+    ("sequences", "positions", "parts"), [(8, 256, 8), (4, 256, 4), (1, 512, 2), (1, 1016, 1)]
 )
-def test_a_part_of_a_chunk_has_at_least_512_tokens(sequences, positions, parts):
+def test_a_part_of_a_chunk_has_at_least_256_tokens(sequences, positions, parts):
     assert parts_of_chunk(sequences, positions) == parts
 
 
