@@ -1,4 +1,4 @@
-"""Which updated weights are gathered one layer after another, with ZeRO; imports no JAX.
+"""Choice of the updated weights that are gathered layer by layer, with ZeRO; imports no JAX.
 
 The update runs in the sharding of the optimizer state. XLA gathers the new weights of all layers at
 once, to new arrays in another order of dimensions than the weights have, beside the stored ones.
