@@ -6,16 +6,19 @@ every device of a mesh axis unless a rule splits it over that axis.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import is_imported
+from graphtrain.cost_model.adapter_flops import adapter_flops_by_part
+from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.passes import Passes
 from graphtrain.cost_model.tower import step_flops_of_projection, tower_program, trained_fraction
 from graphtrain.cost_model.update_flops import update_flops
-from graphtrain.models.flops import Part, forward_flops_by_part
+from graphtrain.models.flops import Part, expert_flops_per_token, forward_flops_by_part
 from graphtrain.models.grouped_matmul_support import (
     imported_step_computes_all_experts,
     step_computes_all_experts,
@@ -36,11 +39,17 @@ class PartFlops:
     """FLOPs of one part of the model in a step."""
 
     name: Part
-    model: float  # of all tokens, without recomputation
+    model: float  # of all tokens, without recomputation; with the padding layers of stages
     recomputed: float  # of all tokens, in the backward pass
     replicated_over: tuple[str, ...]  # mesh axes whose devices all compute the same
     replicas: int  # number of devices that compute the same
     unneeded: float = 1.0  # all computed experts over the chosen ones
+    padded: float = 1.0  # the operations over those without padding layers
+
+    @property
+    def needed(self) -> float:
+        """FLOPs of all tokens in the model's own layers, without recomputation."""
+        return self.model / self.padded
 
     @property
     def ideal(self) -> float:
@@ -67,12 +76,17 @@ def flops_by_part(
     Raises:
         PlanError: the sizes of an imported model are not known.
     """
-    unneeded = _computed_experts(program)
+    unneeded, length = _computed_experts(program), program.batch.seq_len
+    own = forward_flops_by_part(with_native_model(program.settings).model, length)
     program = with_padding_layers(program)
-    forward = forward_flops_by_part(program.model, program.batch.seq_len)
+    forward = forward_flops_by_part(program.model, length)
+    padded = {name: flops / own[name] for name, flops in forward.items() if own[name]}
     if flash and masked:
         forward["attention scores"] /= 2
-    parts = _parts(program, forward, flash, unneeded)
+    parts = [
+        replace(part, padded=padded.get(part.name, 1.0))
+        for part in _parts(program, forward, flash, unneeded)
+    ]
     return tuple(parts) if program.tower is None else _with_tower(program, parts)
 
 
@@ -81,11 +95,12 @@ def _parts(
 ) -> list[PartFlops]:
     """Return the parts of a step whose forward pass has these FLOPs per token."""
     tokens = program.batch.rows * program.batch.seq_len
-    recomputed = _recomputed(program, forward, flash)
+    adapter = adapter_flops_by_part(program)
+    recomputed = _recomputed(program, _sum(forward, adapter), flash)
     return [
         PartFlops(
             name,
-            model=flops * _passes(program, name) * tokens,
+            model=(flops * _passes(program, name) + 3 * adapter.get(name, 0.0)) * tokens,
             recomputed=recomputed.get(name, 0.0) * tokens,
             replicated_over=(axes := replicated_over(program, name)),
             replicas=program.mesh.size(axes),
@@ -204,16 +219,25 @@ def replicated_over(program: ResolvedProgram, name: Part) -> tuple[str, ...]:
 
 
 def _computed_experts(program: ResolvedProgram) -> float:
-    """Return the experts that are computed for a token over those that it chose.
+    """Return the operations of a mixture's MLPs over those of the experts that tokens chose.
 
-    A native mixture multiplies each choice by all experts, an imported one each token.
+    A native mixture that computes all experts multiplies each choice by all of them, an imported
+    one each token. With a capacity, an expert computes all of its slots, filled or not.
     """
-    if not computes_all_experts(program):
+    native = with_padding_layers(program)
+    model, mixture = native.model, native.model.moe
+    if mixture is None:
         return 1.0
-    mixture = with_padding_layers(program).model.moe
-    assert mixture is not None
-    by_token = is_imported(program.model)
-    return mixture.experts / (mixture.experts_per_token if by_token else 1)
+    computed = 1.0
+    if mixture.capacity_factor is not None and not is_imported(program.model):
+        choices = native.batch.seq_len * mixture.experts_per_token
+        slots = math.ceil(mixture.capacity_factor * choices / mixture.experts)
+        computed = slots * mixture.experts / choices
+    elif computes_all_experts(program):
+        by_token = is_imported(program.model)
+        computed = mixture.experts / (mixture.experts_per_token if by_token else 1)
+    mlp = 3 * forward_flops_by_part(model, native.batch.seq_len)["MLP"]
+    return 1 + (computed - 1) * expert_flops_per_token(model) / mlp
 
 
 def _recomputed(program: ResolvedProgram, forward: _Flops, flash: bool) -> _Flops:

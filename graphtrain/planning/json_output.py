@@ -116,7 +116,7 @@ def _measured_as_json(time: MeasuredTime | None) -> dict[str, Any] | None:
 def _part_as_json(part: PartFlops, devices: int) -> dict[str, Any]:
     return {
         "part": part.name,
-        "model_flops": part.model,
+        "model_flops": part.needed,
         "recomputed_flops": part.recomputed,
         "flops_per_device": part.computed / devices,
         "replicas": part.replicas,

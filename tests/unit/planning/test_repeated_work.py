@@ -66,3 +66,13 @@ def test_no_preset_repeats_work(vary, mesh, rules):
     assessment = estimate(vary(change))
     assert assessment.findings == ()
     assert {part.replicas for part in assessment.flops} == {1}
+
+
+def test_operations_for_tokens_leave_out_padding_layers(vary):
+    stages = ["program.target=cpu:8", "program.mesh={data=4, stage=2}", "program.model.layers=4"]
+    stages += ['program.rules=["pipeline", "data"]', "program.batch.microbatches=2"]
+    even = estimate(vary(stages))
+    uneven = estimate(vary([*stages, "program.pipeline.layers_per_stage=[3, 1]"]))
+    assert [part.needed for part in uneven.flops] == [part.needed for part in even.flops]
+    of_mlp = {part.name: part for part in uneven.flops}["MLP"]
+    assert of_mlp.model == pytest.approx(1.5 * of_mlp.needed)
