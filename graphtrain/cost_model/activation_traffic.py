@@ -133,10 +133,13 @@ def _of_vocabulary(
     if scattered:
         yield over_vocab("all-gather", count=passes.heads, size=scored * item, dtype=dtype)
         yield over_vocab("all-gather", count=passes.embeddings, size=embedded * item, dtype=dtype)
-    # Maximum, sum of exponentials, and the target's logit, which is not computed again.
+    # Maximum, sum of exponentials, and the target's logit, which is not computed again; each of the
+    # positions whose float32 logits exist at once.
     sums = (3 + 2 * passes.recomputes_head) * passes.heads
-    size = passes.scored * positions * 4
-    yield over_vocab("all-reduce", count=sums, size=size, dtype="f32")
+    scored_positions = passes.scored * sizes.seq_in_block
+    parts = round(scored_positions / sizes.scored_positions) if sizes.in_chunks else 1
+    size = 4 * sizes.sequences * scored_positions / parts
+    yield over_vocab("all-reduce", count=sums * parts, size=size, dtype="f32")
 
 
 def _of_attention(

@@ -349,16 +349,20 @@ def _layer_in_blocks(
 
 
 def _partial_sums(program: ResolvedProgram, sizes: DeviceSizes) -> float:
-    """Return the bytes of float32 partial sums between devices that shard heads or the MLP.
+    """Return the bytes of partial sums between devices that shard heads or the MLP.
 
-    A GPU program transposes each partial sum before it is reduced and scattered by position.
+    A GPU program transposes each partial sum before it is reduced and scattered by position, so
+    that two exist. A TPU program that recomputes a layer from its input has as many gathered
+    inputs: of attention, of the MLP, and the gradient of its output.
     """
     rules, platform = program.rules, program.target.platform
     summed = {name for axis in ("heads", "mlp") for name in rules.activations.get(axis, ())}
     scattered = summed & set(rules.activations.get("residual", ()))
     if platform not in ("cuda", "tpu") or program.mesh.size(tuple(scattered)) == 1:
         return 0.0
-    return _PARTIAL_SUMS * 4 * sizes.sequences * sizes.seq_in_block * program.model.embed
+    arrays = _PARTIAL_SUMS * (2 if platform == "cuda" or program.model.remat == "full" else 1)
+    stream = sizes.sequences * sizes.seq_in_block * program.model.embed * sizes.item_bytes
+    return arrays * stream
 
 
 def _logits_of_stages(program: ResolvedProgram, sizes: DeviceSizes) -> float:

@@ -45,6 +45,7 @@ class DeviceSizes:
 
         inside, chunk = split(batch.seq_len, "seq"), loss_chunk(program)
         sequences = split(batch.microbatch_rows, "batch")
+        vocab_shards = mesh.size(rules.activations.get("vocab", ()))
         dense_mlp = (model.moe and model.moe.dense_mlp) or 0
         shared = (model.moe and model.moe.shared_expert_mlp) or 0
         # Stages divide the dense layers by microbatches.
@@ -62,7 +63,9 @@ class DeviceSizes:
             dense_mlp=split(dense_mlp, "dense_mlp"),
             vocab=split(model.vocab, "vocab"),
             logit_positions=chunk or inside,
-            scored_positions=chunk / parts_of_chunk(sequences, chunk) if chunk else inside,
+            scored_positions=(
+                chunk / parts_of_chunk(sequences, chunk, vocab_shards) if chunk else inside
+            ),
             in_chunks=chunk is not None,
             layers=layers,
             item_bytes=item_bytes(model.dtype),

@@ -3,7 +3,8 @@
 `models.chunked_loss` computes the loss in chunks. In time, each chunk costs a read and a write of
 the head's gradient, to which it adds. In memory, chunks cost that gradient, unsharded over embed,
 in addition to the logits. Of these, the float32 ones are computed in parts of a chunk, the gradient
-in the model's dtype waits until the chunk is complete.
+in the model's dtype waits until the chunk is complete. Where devices shard the vocabulary, each has
+its part of the logits and of the head's gradient, and each part of a chunk waits for reductions.
 """
 
 from __future__ import annotations
@@ -20,21 +21,28 @@ from sharding_rules.errors import ShardingError
 # be at most 3 % of the step's time, where products reach 165 operations per byte of memory traffic
 # (an H100 at 0.56 of its peak; A100 106, v5e 216: lowering/machine/topologies.toml); or they have
 # 4,096 tokens per device, for which it is a twentieth of the time of the head's products.
+# With a sharded vocabulary, maxima and sums are reduced too, of so few bytes that each reduction
+# takes its latency (5 us, as in cost_model.time), in which that H100 computes 2.8e9 operations.
 _BYTES_OF_WEIGHT = 8
 _OPERATIONS_OF_BYTE = 165
+_OPERATIONS_OF_REDUCTION = 2.8e9
+_REDUCTIONS = 2
 _MAX_OVERHEAD = 0.03
 _TOKENS = 4096
 _FEWEST_TOKENS = 1024  # fewer rows make the products with all weights of the head inefficient
 # Fractions of a device's memory. Savings below the first are not worth a loop. Chunks are shorter
 # if their logits would exceed the second, as those of _TOKENS do with a large vocabulary.
-_MIN_SAVING = 1 / 256
+_MIN_SAVING = 1 / 512
 _MAX_LOGITS_SHARE = 1 / 16
 _ROWS = 8  # rows of a tile, of which the positions of a chunk are a multiple
 # A chunk's logits are computed in parts, which cost next to nothing: they only read the head's
 # weights in the model's dtype once more. A product of 256 rows has 256 operations for each byte of
-# these weights, more than the 165 for which reading them takes as long.
+# these weights, more than the 165 for which reading them takes as long. With a sharded vocabulary a
+# part needs its reductions; its tokens are then as many as make them a twentieth of the head's time
+# in a model of width 1,024, of whose vocabulary of 32,000 a device has a quarter.
 _PARTS = (8, 4, 2)
 _FEWEST_TOKENS_OF_PART = 256
+_FEWEST_TOKENS_WITH_REDUCTIONS = 2048
 
 
 @dataclass(frozen=True)
@@ -43,10 +51,11 @@ class Logits:
 
     sequences: int
     positions: int  # of each sequence
-    vocab: int
+    vocab: int  # of the device, if it is sharded
     embed: int
     item: int  # bytes per element of their gradient
-    step_flops: float  # floating-point operations per token of a training step
+    step_flops: float  # a device's floating-point operations per token of a training step
+    vocab_shards: int = 1
 
     @property
     def tokens(self) -> int:
@@ -62,8 +71,7 @@ def loss_chunk(program: ResolvedProgram) -> int | None:
     """Return the positions per chunk of a program's loss; None: all that a device has.
 
     With loss.chunk = "auto" only programs for GPUs and TPUs have chunks: a CPU's is slower with
-    them and its memory is rarely short, and other machines are untested. A sharded vocabulary would
-    need collectives for each chunk, and its logits are sharded already.
+    them and its memory is rarely short, and other machines are untested.
 
     Args:
         program: settings; the model is native, as others have no separate LM head.
@@ -92,16 +100,17 @@ def loss_chunk(program: ResolvedProgram) -> int | None:
         or program.loss.kind != "cross_entropy"
         or program.loss.custom is not None
         or has_two_losses
-        or mesh.size(rules.activations.get("vocab", ())) > 1
     ):
         return None
+    vocab_shards = mesh.size(rules.activations.get("vocab", ()))
     logits = Logits(
         sequences=batch.microbatch_rows // mesh.size(rules.activations.get("batch", ())),
         positions=positions,
-        vocab=model.vocab,
+        vocab=model.vocab // vocab_shards,
         embed=model.embed,
         item=item_bytes(model.dtype),
-        step_flops=step_flops_per_token(program.settings),
+        step_flops=step_flops_per_token(program.settings) / vocab_shards,
+        vocab_shards=vocab_shards,
     )
     return best_chunk(logits, target.memory_bytes)
 
@@ -128,19 +137,20 @@ def check_chunk(chunk: int, positions: int, stages: int = 1) -> None:
         )
 
 
-def parts_of_chunk(sequences: float, positions: int) -> int:
+def parts_of_chunk(sequences: float, positions: int, vocab_shards: int = 1) -> int:
     """Return the number of parts of a chunk, of which one has float32 logits at once.
 
     Args:
         sequences: Sequences of a device in a chunk.
         positions: Positions of each in a chunk.
+        vocab_shards: Number of shards of the vocabulary.
     """
+    fewest = _FEWEST_TOKENS_OF_PART if vocab_shards == 1 else _FEWEST_TOKENS_WITH_REDUCTIONS
     return next(
         (
             parts
             for parts in _PARTS
-            if positions % (parts * _ROWS) == 0
-            and sequences * positions // parts >= _FEWEST_TOKENS_OF_PART
+            if positions % (parts * _ROWS) == 0 and sequences * positions // parts >= fewest
         ),
         1,
     )
@@ -161,9 +171,10 @@ def best_chunk(logits: Logits, memory_bytes: int) -> int | None:
         logits.positions,
     )
     head_gradient_bytes = 4 * logits.embed * logits.vocab
+    parts = parts_of_chunk(logits.sequences, chunk, logits.vocab_shards)
     unchunked_bytes, chunked_bytes = (
         logits.bytes_of(logits.tokens),
-        logits.bytes_of(logits.sequences * chunk, parts_of_chunk(logits.sequences, chunk)),
+        logits.bytes_of(logits.sequences * chunk, parts),
     )
     return (
         chunk
@@ -179,8 +190,10 @@ def _divisors(number: int) -> list[int]:
 
 def _fewest_tokens(logits: Logits, memory_bytes: int) -> int:
     """Return the minimum number of tokens per device in one chunk."""
-    weight_bytes = _BYTES_OF_WEIGHT * logits.embed * logits.vocab
-    sufficient_tokens = _OPERATIONS_OF_BYTE * weight_bytes / (_MAX_OVERHEAD * logits.step_flops)
+    operations = _OPERATIONS_OF_BYTE * _BYTES_OF_WEIGHT * logits.embed * logits.vocab
+    if logits.vocab_shards > 1:
+        operations += _REDUCTIONS * _OPERATIONS_OF_REDUCTION
+    sufficient_tokens = operations / (_MAX_OVERHEAD * logits.step_flops)
     tokens = _FEWEST_TOKENS
     while (
         tokens < min(sufficient_tokens, _TOKENS)

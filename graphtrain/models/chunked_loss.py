@@ -6,7 +6,9 @@ of the head from it, and saves them for the backward pass; no product is compute
 
 Where the rules shard batch and seq, their shards are array dimensions of their own, here called
 batch_shards and seq_shards. Each device then sums the head's gradient and the loss over its local
-tokens only, and these sums are reduced once, after the loop.
+tokens only, and these sums are reduced once, after the loop. The gradient of hidden states has such
+a dimension for the shards of vocab, each of which computes a partial sum, and is reduced once too.
+In the loop, only maxima and sums over a sharded vocabulary are: three float32 for each token.
 
 Source: Wijmans et al. 2024, "Cut your losses", https://arxiv.org/abs/2411.09009, for the problem;
 Hsu et al. 2024, "Liger kernel", section 3.2, https://arxiv.org/abs/2410.10989, for gradients that
@@ -22,20 +24,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from graphtrain.models.attention.score_mods import soft_cap
 from graphtrain.models.chunk_size import check_chunk, parts_of_chunk
 from graphtrain.models.loss import one_hot_mask, target_scores
+from graphtrain.models.loss_shards import (
+    TOKEN_AXES,
+    by_token_shard,
+    by_vocab_shard,
+    filled,
+    for_vocab_shards,
+    sum_token_shards,
+    sum_vocab_shards,
+)
 from graphtrain.models.quantized_matmul import gradient_dot, parameter_dot
 from graphtrain.models.vocab_padding import mask_padding
-from lowering.tracing.constrain import constrain, mesh_axes_of, placement, shards_of
+from lowering.tracing.constrain import constrain, shards_of
 from lowering.tracing.cpu_hints import materialize
-from lowering.tracing.deferred_gradient import as_varying
-from sharding_rules.arrays import ArraySpec
-from sharding_rules.plan import make_layout
 
-_TOKENS = ("batch", None, "seq", None)  # shards of batch, sequences, shards of seq, positions
 _LOCAL_DIMENSIONS = (1, 3)  # dimensions that are local to a device: sequences and positions
 
 
@@ -56,8 +62,8 @@ class LossHead:
 
     @property
     def letters(self) -> str:
-        """Array axes of the head's weights, as letters of einsum equations."""
-        return "ve" if self.tied else "ev"
+        """Array axes of the head's weights by shard of vocab, as letters of einsum equations."""
+        return "kve" if self.tied else "ekv"
 
 
 @jax.named_scope("loss")
@@ -119,19 +125,20 @@ def _over_chunks(
     # A zero that depends on the hidden states: XLA would fill arrays with zeros that depend on
     # nothing before the forward pass, where they exist beside the arrays of a layer.
     hidden, zero = jax.lax.optimization_barrier((hidden, jnp.zeros(())))
-    tokens = [_by_shard(x) for x in (hidden, targets, weights)]
+    tokens = [for_vocab_shards(hidden), *(by_token_shard(x) for x in (targets, weights))]
     length = tokens[0].shape[3]
     check_chunk(scored.chunk, length)
     # Cast and gathered over embed before the loop, so that this happens once.
     head_used = constrain(head.astype(hidden.dtype), *scored.head_axes)
+    head_used = by_vocab_shard(head_used, *scored.head_axes)
     token_shards = tokens[0].shape[0], tokens[0].shape[2]
-    sums = (_filled(zero, token_shards, "batch", "seq"),) * 2
+    sums = (filled(zero, token_shards, "batch", "seq"),) * 2
     gradients = None
     if differentiate:
         shape = *token_shards, *head.shape
-        grad_head = _filled(zero, shape, "batch", "seq", *scored.head_axes)
+        grad_head = filled(zero, shape, "batch", "seq", *scored.head_axes)
         gradients = tokens[0], grad_head  # each chunk's gradient replaces its hidden states
-    parts = parts_of_chunk(tokens[0].shape[1], scored.chunk)
+    parts = parts_of_chunk(tokens[0].shape[1], scored.chunk, shards_of("vocab"))
     grad_scores = None
     if differentiate and parts > 1:
         grad_scores = _room_for_parts(scored, tokens[0], head, zero)
@@ -162,59 +169,9 @@ def _over_chunks(
         return (value, loss), None
     grad_hidden, grad_head = gradients
     return (value, loss), (
-        constrain(grad_hidden.reshape(hidden.shape), "batch", "seq", "embed"),
-        _sum_shards(grad_head, scored.head_axes).astype(head.dtype),
+        sum_vocab_shards(grad_hidden, hidden.shape),
+        sum_token_shards(grad_head, scored.head_axes).astype(head.dtype),
     )
-
-
-def _by_shard(x: jax.Array) -> jax.Array:
-    """Reshape (batch, seq, ...) to (batch_shards, batch, seq_shards, seq, ...)."""
-    batch, seq = shards_of("batch"), shards_of("seq")
-    trailing = x.shape[2:]
-    divided = x.reshape(batch, x.shape[0] // batch, seq, x.shape[1] // seq, *trailing)
-    return constrain(divided, *_TOKENS, *("embed" for _ in trailing))
-
-
-def _sum_shards(grad_head: jax.Array, axes: tuple[str, str]) -> jax.Array:
-    """Sum the head's gradient over the shards of tokens.
-
-    The sum is first over mesh axes that also shard the head, so that XLA reduces and scatters
-    there, and then over the other axes, where XLA reduces only shards.
-    """
-    context, token_mesh_axes = placement(), (*mesh_axes_of("batch"), *mesh_axes_of("seq"))
-    if context is None or not token_mesh_axes:
-        return grad_head.sum((0, 1))
-    shape = grad_head.shape[2:]
-    sizes = [context.shape.axes[name] for name in token_mesh_axes]
-    head_split = make_layout(
-        "head", ArraySpec(shape, axes, role="optimizer"), context.rules, context.shape
-    ).split
-    head_mesh_axes = [
-        name for name in token_mesh_axes if any(name in dim_axes for dim_axes in head_split)
-    ]
-    other_mesh_axes = [name for name in token_mesh_axes if name not in head_mesh_axes]
-    partial_sums = grad_head.reshape(*sizes, *shape).sum(
-        tuple(map(token_mesh_axes.index, head_mesh_axes))
-    )
-    spec = PartitionSpec(*other_mesh_axes, *(dim_axes or None for dim_axes in head_split))
-    sharding = NamedSharding(context.current_mesh, spec)
-    return jax.lax.with_sharding_constraint(partial_sums, sharding).sum(
-        tuple(range(len(other_mesh_axes)))
-    )
-
-
-def _filled(value: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
-    """Return an array of one value, which varies over the manual axes of a surrounding shard_map.
-
-    Args:
-        value: A scalar.
-        shape: Shape of the result.
-        axes: Array axes of its dimensions.
-    """
-    context, filled = placement(), jnp.broadcast_to(value, shape)
-    for mesh_axis in context.manual if context else ():
-        filled = as_varying(filled, mesh_axis)
-    return constrain(filled, *axes)
 
 
 def _room_for_parts(
@@ -230,7 +187,7 @@ def _room_for_parts(
     """
     vocab = head.shape[scored.head_axes.index("vocab")]
     shape = *hidden.shape[:3], scored.chunk, vocab
-    return _filled(zero.astype(hidden.dtype), shape, *_TOKENS, "vocab")
+    return filled(zero.astype(hidden.dtype), shape, *TOKEN_AXES, "vocab")
 
 
 def _scored_in_parts(
@@ -261,7 +218,7 @@ def _scored_in_parts(
         return (jax.tree.map(jnp.add, sums, part_sums), grad_scores), None
 
     shards = chunk[0].shape[0], chunk[0].shape[2]
-    sums = (_filled(jnp.zeros(()), shards, "batch", "seq"),) * 2
+    sums = (filled(jnp.zeros(()), shards, "batch", "seq"),) * 2
     carry: Any = sums, grad_scores
     return jax.lax.scan(_opaque(add), carry, jnp.arange(parts))[0]
 
@@ -281,11 +238,11 @@ def _scored(
     """Return both losses of a chunk by shard, and the first's gradient for the head's products."""
     hidden, targets, weights = chunk
     with jax.named_scope("head"):
-        equation = f"nbcse,{scored.letters}->nbcsv"
+        equation = f"nbcske,{scored.letters}->nbcskv"
         products = parameter_dot(("head",), equation, hidden, head, jnp.float32)
-        capped = soft_cap(products, scored.cap)
+        capped = soft_cap(products.reshape(*products.shape[:4], -1), scored.cap)
         masked = mask_padding(capped, scored.vocab_tokens or capped.shape[-1])
-        scores = constrain(masked, *_TOKENS, "vocab")
+        scores = constrain(masked, *TOKEN_AXES, "vocab")
     highest = scores.max(-1)
     powers = materialize(jnp.exp(scores - highest[..., None]))
     total = powers.sum(-1)
@@ -307,7 +264,13 @@ def _scored(
 def _products(
     scored: LossHead, hidden: jax.Array, head: jax.Array, grad_scores: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients of a chunk's hidden states and, by shard in float32, of the head."""
+    """Return the gradients of a chunk's hidden states and, by shard in float32, of the head.
+
+    The gradient of hidden states is a partial sum for each shard of vocab.
+    """
+    grad_scores = by_vocab_shard(grad_scores, *TOKEN_AXES, "vocab")
     letters, multiply = scored.letters, gradient_dot("head", grad_scores)
-    grad_hidden = multiply(f"nbcsv,{letters}->nbcse", grad_scores, head, hidden.dtype)
-    return grad_hidden, multiply(f"nbcse,nbcsv->nc{letters}", hidden, grad_scores, jnp.float32)
+    grad_hidden = multiply(f"nbcskv,{letters}->nbcske", grad_scores, head, hidden.dtype)
+    grad_head = multiply(f"nbcske,nbcskv->nc{letters}", hidden, grad_scores, jnp.float32)
+    rows, columns = (-1, hidden.shape[-1]) if scored.tied else (hidden.shape[-1], -1)
+    return grad_hidden, grad_head.reshape(*grad_head.shape[:2], rows, columns)

@@ -8,6 +8,7 @@ from programs import program
 from graphtrain.config.schema import (
     Adapter,
     Batch,
+    Loss,
     Mesh,
     MixtureOfExperts,
     Model,
@@ -60,6 +61,10 @@ CASES: Cases = {
     "tensor": case(("tensor",), Mesh(tensor=8)),
     "tensor, full remat": case(("tensor",), Mesh(tensor=8), model=replace(MODEL, remat="full")),
     "tensor and sequence": case(CUBE, Mesh(tensor=8)),
+    "tensor and sequence, chunks": case(CUBE, Mesh(tensor=8), loss=Loss(chunk=128)),
+    "pipeline and tensor, chunks": case(
+        PIPELINE, Mesh(stage=2, data=2, tensor=2), batch=batch_of(4), loss=Loss(chunk=128)
+    ),
     "data and tensor": case(FLAT, Mesh(data=4, tensor=2)),
     "data and tensor, GPT": case(FLAT, Mesh(data=4, tensor=2), model=GPT),
     "data, tensor and sequence": case(CUBE, Mesh(data=4, tensor=2)),

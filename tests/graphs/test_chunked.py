@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compared_collectives import sent
 from programs import CUBE, GEMMA, batch, loaded, lower, placed_inputs, program, state_of
 from test_parallel import loss_and_gradients
 
 from graphtrain.config.schema import Adapter, Batch, Loss, Mesh, PipelineSettings
 from graphtrain.models.chunk_size import parts_of_chunk
 from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
+from lowering.hlo.collectives import Collective
 from sharding_rules.errors import ShardingError
 
 LENGTH, CHUNK, VOCAB = 16, 4, 64
@@ -22,6 +24,10 @@ SPLIT = {
     "data and fsdp": {"target": "cpu:8", "mesh": Mesh(data=2, fsdp=4)},
     "a ring": {"target": "cpu:8", "mesh": Mesh(data=4, context=2)},
     "reduced last": {"target": "cpu:8", "mesh": Mesh(data=4, fsdp=2), "batch": LAST},
+}
+TENSOR = {
+    "sequence parallelism": CUBE,
+    "tensor": {**CUBE, "rules": ("data", "fsdp", "tensor")},
 }
 WHOLE, CHUNKS = Loss(z_loss=0.1), Loss(z_loss=0.1, chunk=CHUNK)
 
@@ -32,20 +38,30 @@ def assert_close(got, want):
         np.testing.assert_allclose(got[path], want[path], rtol=1e-5, atol=1e-6, err_msg=path)
 
 
-@pytest.mark.parametrize("mesh", [*SPLIT, "cube"])
+@pytest.mark.parametrize("mesh", [*SPLIT, *TENSOR])
 def test_loss_and_gradients_are_those_of_all_logits(mesh):
-    split = ({"cube": CUBE} | SPLIT)[mesh]
+    split = (TENSOR | SPLIT)[mesh]
     assert_close(
         loss_and_gradients(program(loss=CHUNKS, **split)), loss_and_gradients(program(loss=WHOLE))
     )
 
 
-@pytest.mark.parametrize("schedule", ["circular", "1f1b"])
-def test_a_pipeline_has_the_loss_and_gradients_of_all_logits(schedule):
+def test_a_tied_and_sharded_head_of_two_losses_has_the_gradients_of_all_logits():
+    model = dataclasses.replace(GEMMA, mtp_loss_weight=0.3)
+    assert_close(
+        loss_and_gradients(program(model=model, loss=CHUNKS, **CUBE)),
+        loss_and_gradients(program(model=model, loss=WHOLE)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "axis"), [("circular", "data"), ("1f1b", "data"), ("circular", "tensor")]
+)
+def test_a_pipeline_has_the_loss_and_gradients_of_all_logits(schedule, axis):
     stages = {
         "target": "cpu:4",
-        "mesh": Mesh(data=2, stage=2),
-        "rules": ("data", "pipeline"),
+        "mesh": Mesh(**{axis: 2, "stage": 2}),
+        "rules": ("data", "pipeline", "tensor", "sequence"),
         "batch": Batch(global_batch_size=8, seq_len=LENGTH, microbatches=2),
         "pipeline": PipelineSettings(schedule=schedule),
     }
@@ -59,6 +75,24 @@ def test_no_chunk_sends_anything(mesh):
     assert step.record["collectives"]
     turns = LENGTH // CHUNK
     assert not [one for one in step.record["collectives"] if one.get("loops", ())[:1] == (turns,)]
+
+
+@pytest.mark.parametrize("rules", TENSOR)
+def test_chunks_of_a_sharded_vocabulary_send_no_more_than_all_logits(rules):
+    chunks, whole = (
+        [
+            Collective.from_record(each)
+            for each in loaded(program(loss=loss, **TENSOR[rules]), "gradients").record[
+                "collectives"
+            ]
+        ]
+        for loss in (CHUNKS, WHOLE)
+    )
+    assert sent(tuple(chunks)) <= sent(tuple(whole))
+    turns, tokens_of_step = LENGTH // CHUNK, 2 * LENGTH
+    of_chunks = [each for each in chunks if each.loops[:1] == (turns,)]
+    assert {each.op for each in of_chunks} == {"all-reduce"}
+    assert sum(each.count * each.bytes for each in of_chunks) == 3 * 4 * tokens_of_step
 
 
 def test_all_logits_never_exist():

@@ -16,6 +16,7 @@ from sharding_rules.plan import make_plan
 GB = 10**9
 MODEL = Model(layers=8, embed=1024, heads=16, mlp=2816, vocab=32_000)
 AHEAD = dataclasses.replace(MODEL, mtp_loss_weight=0.3)
+SHORT = Batch(global_batch_size=64, seq_len=128)
 PARTS = Batch(global_batch_size=64, seq_len=2048, microbatches=8)
 DATA = Program(target="h100:8", model=MODEL, batch=Batch(global_batch_size=64, seq_len=2048))
 
@@ -55,7 +56,8 @@ def test_a_chunk_is_as_short_as_costs_little_time(
         ({"mesh": Mesh(fsdp=4, context=2)}, 128),  # of the 1,024 that a device has
         ({"batch": Batch(global_batch_size=128, seq_len=2048, microbatches=2)}, 256),
         ({"batch": PARTS}, None),
-        ({"mesh": Mesh(data=2, tensor=4)}, None),
+        ({"mesh": Mesh(data=2, tensor=4)}, 128),  # 4,096 tokens, of a quarter of the vocabulary
+        ({"mesh": Mesh(data=2, tensor=4), "batch": SHORT}, None),  # logits are sharded already
         ({"mesh": Mesh(stage=8), "batch": PARTS}, 256),
         (
             {
@@ -110,6 +112,16 @@ def test_the_plan_tells_the_chunk():
 )
 def test_a_part_of_a_chunk_has_at_least_256_tokens(sequences, positions, parts):
     assert parts_of_chunk(sequences, positions) == parts
+
+
+def test_parts_that_wait_for_reductions_have_more_tokens():
+    assert [parts_of_chunk(4, positions, vocab_shards=2) for positions in (256, 1024)] == [1, 2]
+
+
+def test_reductions_over_a_sharded_vocabulary_make_chunks_longer():
+    logits = Logits(8, 2048, 8_000, 1024, item=2, step_flops=0.4 * GB)
+    assert best_chunk(logits, 40 * GB) == 128
+    assert best_chunk(dataclasses.replace(logits, vocab_shards=4), 40 * GB) == 256
 
 
 def test_a_chunk_that_1f1b_splits_names_the_stages():
