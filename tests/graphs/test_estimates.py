@@ -16,6 +16,7 @@ from lowering.xla import backend as xla
 
 ON_GPUS = (
     "data", "zero2", "zero1, per step", "fsdp", "fsdp, full remat", "tensor", "tensor and sequence",
+    "tensor and sequence, chunks",
 )  # fmt: skip
 # All of them: tests/benchmarks.
 ON_CPUS = (
