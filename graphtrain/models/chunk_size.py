@@ -32,7 +32,7 @@ _TOKENS = 4096
 _FEWEST_TOKENS = 1024  # fewer rows make the products with all weights of the head inefficient
 # Fractions of a device's memory. Savings below the first are not worth a loop. Chunks are shorter
 # if their logits would exceed the second, as those of _TOKENS do with a large vocabulary.
-_MIN_SAVING = 1 / 512
+_MIN_SAVING = 1 / 384
 _MAX_LOGITS_SHARE = 1 / 16
 _ROWS = 8  # rows of a tile, of which the positions of a chunk are a multiple
 # A chunk's logits are computed in parts, which cost next to nothing: they only read the head's
@@ -62,9 +62,9 @@ class Logits:
         """Number of tokens."""
         return self.sequences * self.positions
 
-    def bytes_of(self, tokens: int, parts: int = 1) -> int:
+    def bytes_of(self, tokens: int, parts: int = 1) -> float:
         """Return the bytes of `tokens` logits' gradient, and of the float32 logits of a part."""
-        return (4 // parts + self.item) * tokens * self.vocab
+        return (4 / parts + self.item) * tokens * self.vocab
 
 
 def loss_chunk(program: ResolvedProgram) -> int | None:
