@@ -63,7 +63,7 @@ def filled(value: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.A
     return constrain(array, *axes)
 
 
-def sum_vocab_shards(grad_hidden: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
+def sum_vocab_shards(grad_hidden: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Sum the gradient of hidden states over the shards of vocab, to the residual stream's shards.
 
     The sum has the gradient's dtype, in which devices reduce it; jnp.sum would send float32.
