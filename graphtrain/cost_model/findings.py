@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema import is_imported
+from graphtrain.config.schema import TorchModel, is_imported
 from graphtrain.cost_model.compute import (
     PartFlops,
     computes_all_experts,
@@ -42,7 +42,22 @@ def findings(program: ResolvedProgram, excess: float | None) -> tuple[str, ...]:
         program: the program.
         excess: Compiled FLOPs over those that arithmetic expects; None if nothing was compiled.
     """
-    return (*_dense_attention(program), *_needless_flops(program, excess))
+    caveat = _of_estimate(program) if excess is None else ()
+    return (*caveat, *_dense_attention(program), *_needless_flops(program, excess))
+
+
+def _of_estimate(program: ResolvedProgram) -> Iterator[str]:
+    """Yield how an imported model differs from the native one that its estimate is of."""
+    if not isinstance(program.model, TorchModel):
+        return
+    from graphtrain.torch_frontend.native_equivalent import estimation_caveat
+
+    if text := estimation_caveat(program.model):
+        yield (
+            f"the estimate is of a native model of about the same size: {text}. Time, and memory "
+            "besides weights and moments, may be wrong by far, most of all with long sequences; "
+            "the compiled program (graphtrain plan without --no-compile) shows both."
+        )
 
 
 def _dense_attention(program: ResolvedProgram) -> Iterator[str]:

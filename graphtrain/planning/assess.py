@@ -14,6 +14,7 @@ from graphtrain.cache import Cache
 from graphtrain.compile.driver import compile_tasks
 from graphtrain.compile.tasks import Limits, Observer, TaskOutcome, tasks_of
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import is_imported
 from graphtrain.cost_model.assessment import Assessment, Memory
 from graphtrain.cost_model.compute import compiled_excess, expected_excess, flops_by_part
 from graphtrain.cost_model.findings import findings
@@ -116,11 +117,12 @@ def _compiled(
 
 def estimate(program: ResolvedProgram, plan: Plan | None = None) -> Assessment:
     """Estimate a program without the compiler. If a plan is given, do not import JAX."""
-    padded_program = with_padding_layers(program)
+    padded_program, plan = with_padding_layers(program), plan or plan_program(program)
+    memory = estimated_memory(padded_program)
     return _assessment(
         program,
-        plan or plan_program(program),
-        estimated_memory(padded_program),
+        plan,
+        _with_state(memory, program, plan) if is_imported(program.model) else memory,
         merged(predict_collectives(padded_program)),
         "estimate",
     )
@@ -170,9 +172,7 @@ def _missing_reason(outcome: TaskOutcome) -> str:
 def _memory_by_part(peak: int, program: ResolvedProgram, plan: Plan) -> Memory:
     """Split the compiler's peak into parts: state is exact, gradients and activations estimated."""
     guess = estimated_memory(with_padding_layers(program))
-    roles = "parameter", "buffer", "constant", "frozen", "optimizer"
-    trained, buffers, constants, frozen, optimizer = map(plan.bytes_per_device, roles)
-    parameters = trained + buffers + constants
+    parameters, frozen, optimizer = _state_bytes(plan)
     remaining_bytes = max(0, peak - parameters - frozen - optimizer)
     gradients = min(guess.gradients, remaining_bytes)
     activations = min(guess.activations, remaining_bytes - gradients)
@@ -187,6 +187,37 @@ def _memory_by_part(peak: int, program: ResolvedProgram, plan: Plan) -> Memory:
         peak=peak,
         source="compiler",
     )
+
+
+def _with_state(memory: Memory, program: ResolvedProgram, plan: Plan) -> Memory:
+    """Return an estimate whose weights and moments are those of the arrays that are planned.
+
+    A native model of the size of an imported one has about as many, and gradients in proportion.
+    """
+    parameters, frozen, optimizer = _state_bytes(plan)
+    if program.optimizer.offload_to_host:
+        optimizer = memory.optimizer
+    gradients = memory.gradients
+    if memory.optimizer and not program.optimizer.offload_to_host:
+        gradients = round(gradients * optimizer / memory.optimizer)
+    state = parameters + frozen + optimizer
+    added = state - memory.parameters - memory.frozen - memory.optimizer
+    added += gradients - memory.gradients
+    return replace(
+        memory,
+        parameters=parameters,
+        frozen=frozen,
+        optimizer=optimizer,
+        gradients=gradients,
+        peak=max(state, memory.peak + added),
+    )
+
+
+def _state_bytes(plan: Plan) -> tuple[int, int, int]:
+    """Return the bytes on a device of weights with constants, frozen weights, and moments."""
+    roles = "parameter", "buffer", "constant", "frozen", "optimizer"
+    trained, buffers, constants, frozen, optimizer = map(plan.bytes_per_device, roles)
+    return trained + buffers + constants, frozen, optimizer
 
 
 def _assessment(

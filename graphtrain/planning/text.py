@@ -261,7 +261,10 @@ def time_table(assessment: "Assessment") -> "Table":
     table, time = empty_table("step time", ">seconds", "source"), assessment.time
     if time.measured is not None:
         return measured_table(time.measured)
-    counted = "estimate" if assessment.flops_excess is None else "estimate, FLOPs: compiler"
+    excess = assessment.flops_excess
+    counted = "estimate"
+    if excess is not None:  # below 1, the compiler's do not have those of kernels
+        counted += ", FLOPs: compiler" if excess >= 1 else ", FLOPs: estimate"
     counted += f", {_share_of_peak(assessment)}"
     for name, source in (("compute", counted), ("memory", "estimate")):
         if getattr(time, name) is None:

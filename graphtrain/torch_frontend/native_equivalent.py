@@ -26,6 +26,8 @@ _OWN_ATTENTION = ("bloom", "falcon", "gpt_neo")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 # Settings with which only some layers have experts; a native model has them in a run of layers.
 _EXPERTS_IN_SOME_LAYERS = ("decoder_sparse_step", "mlp_only_layers", "moe_layer_interval")
+# Kinds of layers that compute no attention scores.
+_WITHOUT_SCORES = ("linear_attention", "conv", "mamba", "mamba2", "recurrent")
 
 
 def native_equivalent(model: TorchModel, *, build: bool = True) -> Model | None:
@@ -50,6 +52,32 @@ def native_equivalent(model: TorchModel, *, build: bool = True) -> Model | None:
         return _configured_equivalent(model, config)
     except ValidationError:  # sizes of a family that a native model cannot have, or damaged ones
         return None
+
+
+def estimation_caveat(model: TorchModel) -> str:
+    """Return how the model differs from its native equivalent; empty if nothing is known to.
+
+    Args:
+        model: The imported model.
+    """
+    guessed = "its attention is taken to be in every layer, as wide as its widest projection"
+    if model.hf is None:
+        return f"the sizes of the module are guessed from its weights: {guessed}"
+    if model.images:
+        return ""
+    config = read_config(model.hf, model.overrides)
+    if not _has_known_sizes(config):
+        kind = config["model_type"]
+        return f"sizes of the family {kind} are guessed from the weights: {guessed}"
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ()
+    without = [kind for kind in kinds if kind in _WITHOUT_SCORES]
+    if not without:
+        return ""
+    names = " and ".join(dict.fromkeys(without))
+    return (
+        f"attention scores are counted in all {len(kinds)} layers, and {len(without)} have none "
+        f"({names})"
+    )
 
 
 def _has_known_sizes(config: Mapping[str, Any]) -> bool:

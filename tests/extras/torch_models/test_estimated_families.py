@@ -8,9 +8,11 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from graphtrain.config.schema import TorchModel
+from graphtrain.config.resolve import resolve
+from graphtrain.config.schema import Batch, Program, TorchModel
+from graphtrain.planning.assess import estimate
 from graphtrain.torch_frontend.estimated_families import GATED, WITHOUT_GATE
-from graphtrain.torch_frontend.native_equivalent import native_equivalent
+from graphtrain.torch_frontend.native_equivalent import estimation_caveat, native_equivalent
 from graphtrain.weights.families.family import parameter_arrays
 
 SAMPLE = [
@@ -55,3 +57,43 @@ def test_a_mixture_that_a_native_model_cannot_describe_is_unknown(tmp_path):
     alternating = transformers.Qwen3MoeConfig(**sizes, decoder_sparse_step=2)
     assert equivalent(alternating, tmp_path) is None
     assert equivalent(alternating, tmp_path, build=True) is None
+
+
+HYBRID = transformers.Qwen3NextConfig(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, vocab_size=128, moe_intermediate_size=32, num_experts=4,
+    num_experts_per_tok=2, shared_expert_intermediate_size=32, linear_num_key_heads=4,
+    linear_num_value_heads=8, linear_key_head_dim=16, linear_value_head_dim=16,
+)  # fmt: skip
+RECURRENT = transformers.Mamba2Config(
+    hidden_size=64, num_hidden_layers=2, num_heads=8, head_dim=16, n_groups=2, state_size=16,
+    vocab_size=128,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (HYBRID, "in all 4 layers, and 3 have none (linear_attention)"),
+        (RECURRENT, "sizes of the family mamba2 are guessed"),
+    ],
+)
+def test_layers_without_attention_are_said_and_the_state_is_that_of_the_module(
+    config, said, tmp_path
+):
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    parameters = {id(each): each.numel() for each in module.parameters()}.values()
+    model = TorchModel(hf=str(tmp_path), vocab=config.vocab_size)
+    assert said in estimation_caveat(model)
+    of = Program(target="h100:1", model=model, batch=Batch(global_batch_size=1, seq_len=64))
+    found = estimate(resolve(of))
+    assert said in " ".join(found.findings)
+    assert found.memory.parameters == pytest.approx(4 * sum(parameters), rel=0.001)
+    assert found.memory.peak >= found.memory.parameters + found.memory.optimizer
+
+
+def test_models_like_their_native_equivalent_have_no_caveat(tmp_path):
+    transformers.LlamaConfig(vocab_size=64).save_pretrained(tmp_path)
+    assert not estimation_caveat(TorchModel(hf=str(tmp_path), vocab=64))
