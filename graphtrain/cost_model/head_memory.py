@@ -1,4 +1,4 @@
-"""Memory of the LM head's gradient until it is reduced and scattered, by arithmetic."""
+"""Memory of the LM head's gradient until it is reduced, and of embeddings, by arithmetic."""
 
 from __future__ import annotations
 
@@ -49,6 +49,19 @@ def summed_head(weights: Sequence[ShardedWeight], mesh: MeshShape) -> float:
     """Return the bytes of the LM head's gradient that chunks sum: float32, unsharded over embed."""
     head = _head(weights)
     return 0.0 if head.frozen else 4 * head.used_of_a_layer(mesh)
+
+
+def cast_embedding(program: ResolvedProgram, weights: Sequence[ShardedWeight]) -> float:
+    """Return the bytes of an embedding in the model's dtype that exists during a whole step.
+
+    XLA for TPUs casts the table once, before the loop over microbatches.
+    """
+    if program.target.platform != "tpu" or program.batch.microbatches == 1:
+        return 0.0
+    if program.model.tie_word_embeddings or program.model.dtype == "float32":
+        return 0.0
+    table = next(weight for weight in weights if weight.path == "embedding/tokens")
+    return 2 * table.elements("parameter", program.mesh)
 
 
 def _head(weights: Sequence[ShardedWeight]) -> ShardedWeight:

@@ -7,7 +7,11 @@ from dataclasses import replace
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Memory
-from graphtrain.cost_model.head_memory import pending_head_gradient, summed_head
+from graphtrain.cost_model.head_memory import (
+    cast_embedding,
+    pending_head_gradient,
+    summed_head,
+)
 from graphtrain.cost_model.mixture_memory import ExpertSizes
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.tower import tower_program
@@ -273,8 +277,8 @@ def _at_logits(
     """Return the bytes of gradients and of temporaries when the backward pass begins.
 
     Gradients are sums of earlier microbatches and, on GPUs, gradients of weights outside of the
-    layers. Temporaries are logits with their gradient in the model's dtype and, on TPUs, gradients
-    of the weights outside of the layers before they are scattered.
+    layers. Temporaries are logits with their gradient in the model's dtype and, on TPUs, a cast
+    embedding, and gradients of the weights outside of the layers before they are scattered.
     """
     mesh, target = program.mesh, program.target
     outside = [each for each in weights if not each.in_layers]
@@ -282,7 +286,7 @@ def _at_logits(
     if program.batch.microbatches > 1:
         sums = sum(each.elements("optimizer", mesh) for each in weights if not each.frozen)
         gradients = max(gradients, 4 * sums)
-    logits = _rounded_logits(sizes)
+    logits = _rounded_logits(sizes) + cast_embedding(program, weights)
     if sizes.in_chunks:
         return gradients, logits + summed_head(weights, mesh)
     if target.platform == "tpu":

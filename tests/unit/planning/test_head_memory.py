@@ -6,7 +6,7 @@ import pytest
 
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Loss, Mesh, Model, PipelineSettings, Program
-from graphtrain.cost_model.head_memory import pending_head_gradient
+from graphtrain.cost_model.head_memory import cast_embedding, pending_head_gradient
 from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.weights import shard_weights
@@ -52,3 +52,15 @@ def test_gradients_that_are_not_reduced_first_wait(program, expected):
 def test_memory_of_1f1b_is_near_that_of_the_compiled_step():
     """The second number is XLA's peak with JAX 0.10.2; an estimate without the logits is -19 %."""
     assert memory(resolve(PIPELINE)).peak == pytest.approx(2_079_366_717, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [({}, 32_000), ({"target": "h100:8"}, 0), ({"batch": FSDP.batch}, 0)],
+    ids=["tpu", "gpu", "one microbatch"],
+)
+def test_tpus_cast_an_embedding_once_for_all_microbatches(changes, rows):
+    batch = replace(FSDP.batch, microbatches=2)
+    of = replace(FSDP, target="v5e:2x4", mesh=Mesh(data=8), batch=batch)
+    made = resolve(replace(of, **changes))
+    assert cast_embedding(made, shard_weights(made)) == 2 * rows * MODEL.embed
