@@ -131,6 +131,11 @@ def show(
               "--save-strategy": strategy}  # fmt: skip
     if targets is not None and (given := [name for name, value in of_one.items() if value]):
         raise click.UsageError(f"{given[0]} is for the plan of one machine; remove --targets")
+    if blame and not ask_compiler:
+        raise click.UsageError(
+            "--blame needs a compiled step, which has the causes of collectives; remove "
+            "--no-compile"
+        )
     if results is not None and html is None:
         raise click.UsageError("--results is only shown on a page; add --html FILE")
     if targets is not None:

@@ -62,6 +62,16 @@ def groups(command, *names):
         ),
         ("plan show a --results b", "--results is only shown on a page; add --html FILE"),
         ("plan a --results b", "--results is only shown on a page; add --html FILE"),
+        (
+            "plan a --blame --no-compile",
+            "--blame needs a compiled step, which has the causes of collectives; remove "
+            "--no-compile",
+        ),
+        (
+            "plan a --blame --no-compile --json",
+            "--blame needs a compiled step, which has the causes of collectives; remove "
+            "--no-compile",
+        ),
         ("run a b", "got unexpected extra argument (b)"),
     ],
 )
