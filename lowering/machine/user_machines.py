@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ _NAME = re.compile(r"[a-z][a-z0-9._-]{0,39}", re.ASCII)
 _REQUIRED = "platform", "memory", "flops", "source"  # of a machine that is based on no other
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
-_Amount = Annotated[float, Field(gt=0, lt=1e30, allow_inf_nan=False)]
+_Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, le=1_000_000)]
 _Share = Annotated[float, Field(gt=0, le=1)]
 _Overlap = Annotated[float, Field(ge=0, le=1)]
@@ -102,6 +103,18 @@ def with_machines_of(path: Path, shown: str, known: Mapping[str, Any]) -> dict[s
     return tables
 
 
+# Unit of each number, and the least and the largest that a machine may have: from far less than an
+# accelerator of today has to far more. Numbers in GB, TFLOP/s or bits are outside.
+_PLAUSIBLE = {
+    "memory": ("bytes", 1e9, 1e14),
+    "bandwidth": ("bytes per second", 1e9, 1e15),
+    "flops": ("FLOP/s", 1e11, 1e17),
+    "link": ("bytes per second", 1e8, 1e15),
+    "network": ("bytes per second", 1e7, 1e14),
+    "host_link": ("bytes per second", 1e8, 1e15),
+}
+
+
 class _Wrong(Exception):
     """A machine of the file is described wrongly."""
 
@@ -178,8 +191,28 @@ def _changed(
     return table | settings
 
 
+def _implausible(table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the numbers that no machine has, which are in another unit."""
+    for key, (unit, least, most) in _PLAUSIBLE.items():
+        numbers = {key: table.get(key)}
+        if key == "flops":
+            numbers = {f"{key}.{dtype}": number for dtype, number in table[key].items()}
+        for name, number in numbers.items():
+            if number is not None and not least <= number <= most:
+                yield (
+                    f"{name} = {number:g}: not plausible; write {unit}, from {_short(least)} to "
+                    f"{_short(most)}"
+                )
+
+
+def _short(power: float) -> str:
+    """Return a power of ten as people write it in TOML: 1e9."""
+    return f"1e{math.log10(power):.0f}"
+
+
 def _problems(table: Mapping[str, Any]) -> Iterator[str]:
     """Yield what contradicts in a table, or what a compiler would lack."""
+    yield from _implausible(table)
     if "bfloat16" not in table["flops"]:
         yield "flops: bfloat16 is missing, by which plans compare machines"
     if "link" in table and "group" not in table and table["platform"] in ("cuda", "rocm"):

@@ -151,6 +151,30 @@ def test_a_wrong_description_is_refused_with_its_place(write, text, problem):
     assert "pydantic" not in str(error.value) and "targets.toml: " in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        ("memory = 80", "memory = 80: not plausible; write bytes, from 1e9 to 1e14"),
+        ("memory = 1e29", r"memory = 1e\+29: not plausible"),
+        ("flops = { bfloat16 = 989 }", "flops.bfloat16 = 989: .* write FLOP/s, from 1e11 to 1e17"),
+        ("flops = { fp8 = 9e29 }", r"flops.fp8 = 9e\+29: not plausible"),
+        ("bandwidth = 3352", "bandwidth = 3352: .* bytes per second, from 1e9 to 1e15"),
+        ("link = 900", "link = 900: .* bytes per second, from 1e8"),
+        ("network = 400", "network = 400: .* bytes per second, from 1e7"),
+        ("host_link = 64", "host_link = 64: .* bytes per second, from 1e8"),
+    ],
+)
+def test_a_number_in_another_unit_is_refused_with_the_unit(write, number, problem):
+    write(f"[h100]\n{number}\n")
+    with pytest.raises(LoweringError, match=rf"targets.toml: \[h100\] {problem}"):
+        Target.parse("h100:8")
+
+
+def test_the_numbers_of_every_known_machine_are_plausible(write):
+    write("\n".join(f"[{name}]\nsource = 'mine'" for name in built_in()))
+    assert Target.parse("h100:8").specification["source"] == "mine"
+
+
 def test_all_problems_of_a_file_are_named(write):
     write("[h100]\nmemory = 0\nlink = -1\n[mybox]\nmemory = 1e9\n")
     with pytest.raises(LoweringError) as error:
