@@ -32,8 +32,8 @@ BUSY = 0.1  # share of the cores that others may use; above it, times are theirs
 # layer or a step ago, while a measurement that repeats one operation finds them in the cache.
 CACHED_BYTES = 1 << 18
 RUNS = 5  # of every measurement, of which the median counts
-_Positive = Annotated[float, Field(gt=0, lt=1e9)]
-_Share = Annotated[float, Field(ge=0, lt=1e9)]
+_Positive = Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]
+_Share = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, lt=2**50)]
 
 

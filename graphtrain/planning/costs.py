@@ -24,7 +24,7 @@ _SECONDS_PER_DAY = 86_400
 # was fitted: tests/benchmarks/published.py prints it.
 PUBLISHED_RANGE = 0.88, 1.18
 _PUBLISHED_DTYPES = "bfloat16", "float16"  # of their models; products may be in 8 bits
-_Price = Annotated[float, Field(gt=0, lt=1e9)]
+_Price = Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Profiles of machines: stored, read by plans of the same machine alone, refused if damaged."""
 
+import copy
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -136,6 +138,19 @@ def test_a_damaged_file_is_an_error_that_names_the_entry(tmp_path):
     path.write_text(json.dumps(document | {"graphtrain_machine_profiles": 1, "profiles": []}))
     with pytest.raises(PlanError, match="version 1"):
         read_profiles(path)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_number_that_is_not_finite_is_an_error_that_says_so(number, tmp_path):
+    path = tmp_path / "machine-profiles.json"
+    store_profile(path, made_up())
+    document = json.loads(path.read_text())
+    for key in ("seconds", "spread"):
+        damaged = copy.deepcopy(document)
+        damaged["profiles"][0]["products"][0][key] = number
+        path.write_text(json.dumps(damaged))
+        with pytest.raises(PlanError, match="finite"):
+            read_profiles(path)
 
 
 def test_a_measured_product_takes_what_was_measured_and_a_similar_one_its_rate():
