@@ -55,9 +55,11 @@ def diff(
         raise click.UsageError(
             "give a second configuration, or a setting to change: --with SECTION.NAME=VALUE"
         )
+    from graphtrain.config.overrides import With
+
     checked = {
         "before": check(before, overrides, target, PLAN),
-        "after": check(after or before, [*overrides, *changes], target, PLAN),
+        "after": check(after or before, [*overrides, *map(With, changes)], target, PLAN),
     }
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress

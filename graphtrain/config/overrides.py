@@ -1,4 +1,4 @@
-"""Overrides from the command line: --set section.name=value."""
+"""Overrides from the command line: --set section.name=value, or another option of a command."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +10,12 @@ from graphtrain.errors import ConfigError
 from sharding_rules.documents import MAX_DEPTH, DocumentError, parse_toml
 
 _LONGEST_FLAG = 200  # characters of a flag shown
+
+
+class With(str):
+    """A change that graphtrain plan diff --with gave, which messages name in place of --set."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ def parse_overrides(changes: Sequence[str], target: str | None) -> tuple[Overrid
 def _flag(change: str) -> str:
     """Return the flag for messages, shortened and in one line."""
     shown = change[:_LONGEST_FLAG].replace("\r", "\\r").replace("\n", "\\n")
-    return f"--set {shown}{'...' if len(change) > _LONGEST_FLAG else ''}"
+    option = "--with" if isinstance(change, With) else "--set"
+    return f"{option} {shown}{'...' if len(change) > _LONGEST_FLAG else ''}"
 
 
 def _parse(change: str) -> Override:

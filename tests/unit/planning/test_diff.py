@@ -1,8 +1,23 @@
 from dataclasses import replace
 
+import pytest
+from in_process import graphtrain
+
 from graphtrain.cost_model.measured_time import MeasuredTime, PartSeconds
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.diff import differences
+
+CONFIG = """
+[program]
+target = "h100:2"
+model = { layers = 2, embed = 64, heads = 4, mlp = 128, vocab = 256 }
+batch = { global_batch_size = 4, seq_len = 64 }
+
+[run]
+directory = "run"
+steps = 1
+data = { train = "data" }
+"""
 
 
 def test_equal_programs_have_no_difference(vary):
@@ -48,3 +63,16 @@ def test_moments_that_change_alone_are_told(vary):
     changes = {one.what: one for one in differences(estimate(vary([])), changed)}
     assert changes["state/optimizer/adam/mu/head"].after == "bfloat16 512(fsdp)x4096"
     assert "state/optimizer/adam/nu/head" not in changes
+
+
+@pytest.mark.parametrize(
+    "change", ["program.mesh.tensor=3", "program.model.remat=some", "program.nothing=1", "remat"]
+)
+def test_a_wrong_change_is_named_with_its_option(change, tmp_path):
+    (tmp_path / "config.toml").write_text(CONFIG)
+    command = "plan", "diff", str(tmp_path / "config.toml"), "--no-compile"
+    outcome = graphtrain(*command, "--with", change)
+    assert outcome.status != 0 and f"--with {change}: " in outcome.err
+    assert "--set" not in outcome.err
+    outcome = graphtrain(*command, "--set", change, "--with", "run.steps=2")
+    assert f"--set {change}: " in outcome.err and "--with" not in outcome.err
