@@ -14,11 +14,24 @@ def problem_of_number(
     """Return why a machine has no complete hosts with a number of devices; empty if it has."""
     if not per_host or devices <= per_host or devices % per_host == 0:
         return ""
-    other = f", or write hosts x devices of each, as in {machine}:2x1" * is_gpu
+    hosts, each = _hosts(devices, per_host)
+    other = f", or write hosts x devices of each, as in {machine}:{hosts}x{each}" * is_gpu
     return (
         f"{machine} has {per_host} devices on each host{_link(table, per_host)}; use a multiple of "
         f"{per_host} devices{other}"
     )
+
+
+def _hosts(devices: int, per_host: int) -> tuple[int, int]:
+    """Return the fewest hosts, and devices of each, that are a number of devices.
+
+    A number that several devices of each host cannot make is rounded down.
+    """
+    for each in range(per_host, 1, -1):
+        if devices % each == 0:
+            return devices // each, each
+    hosts = math.ceil(devices / per_host)
+    return hosts, devices // hosts
 
 
 def problem_of_hosts(

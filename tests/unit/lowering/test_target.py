@@ -58,7 +58,8 @@ def test_devices_that_are_no_numbers_are_refused(name):
         ("gb200:73", r"gb200 has 4 devices on each host; its link connects 72 devices; use a mult"),
         ("gb200:1x72", r"its link connects 72 devices; write gb200:18x4"),
         ("ascend910c:20", r"has 16 devices on each host; its link connects 768 devices; use a mul"),
-        ("h100:12", r"h100 has 8 devices on each host; use a multiple of 8"),
+        ("h100:12", r"h100 has 8 devices on each host; use a multiple of 8 .* as in h100:2x6$"),
+        ("h100:13", r"or write hosts x devices of each, as in h100:2x6$"),  # 13 is a prime number
         ("trn1:35", r"trn1 has 32 devices on each host"),
         ("h100:2x9", r"the link of h100 connects at most 8 devices"),
         ("h100:2x2x2", r"write the number of processes and the devices of each, as in h100:2x4"),
