@@ -119,15 +119,16 @@ def _print(
 
     out, program, batch = console(), config.program, config.program.batch
     out.print(
-        f"{program.target}, {batch.global_batch_size} x {batch.seq_len} tokens per step: "
+        f"{program.target}, {ranking.batch_range(result, batch)} tokens per step: "
         f"{result.considered:,} strategies in {result.seconds:.1f} s\n"
     )
-    out.print(ranking.table(ranked, work) if ranked else "no strategy fits")
+    several = bool(result.batches)
+    out.print(ranking.table(ranked, work, several=several) if ranked else "no strategy fits")
     if note := work.note([candidate.cost(work) for candidate in ranked]):
         out.print(note)
     for mesh, reason in {str(one.mesh): one.note for one in ranked if one.note}.items():
         out.print(f"{mesh}: {reason}", soft_wrap=True)
-    if confirmed := ranking.confirmations(ranked):
+    if confirmed := ranking.confirmations(ranked, several=several):
         out.print("\nestimates and the compiler's numbers")
         out.print(confirmed)
     if result.batches:
@@ -137,6 +138,6 @@ def _print(
         change := ranking.batch_change(batch, ranked[0].program.batch, config.run.steps)
     ):
         out.print(change, soft_wrap=True)
-    out.print("\nwhy other strategies rank lower")
+    out.print(f"\n{ranking.reasons_heading(result)}")
     for family, reason in result.rejected.items():
         out.print(f"  {family}: {reason}", soft_wrap=True)

@@ -56,10 +56,33 @@ def _figures(one: Candidate) -> dict[str, Any]:
     }
 
 
-def table(ranked: Sequence[Candidate], workload: Workload) -> Table:
-    """Return a table with one row for each strategy."""
-    several = len({candidate.relative_batch for candidate in ranked}) > 1
-    optional = [name for name, shown in (("batch", several),) if shown]
+def batch_range(search_result: SearchResult, configured: Batch) -> str:
+    """Return the global batch times seq_len: "32 x 2048", or "32 to 64 x 2048" of a search."""
+    sizes = [one.program.batch.global_batch_size for one in search_result.batches]
+    least, most = min(sizes, default=0), max(sizes, default=0)
+    size = f"{least} to {most}" if least < most else str(configured.global_batch_size)
+    return f"{size} x {configured.seq_len}"
+
+
+def reasons_heading(search_result: SearchResult) -> str:
+    """Return the heading of the reasons, which compare steps of one global batch."""
+    of_batch = ""
+    if search_result.batches:
+        smallest = min(search_result.batches, key=lambda one: one.relative_batch)
+        best = next(iter(search_result.ranked), smallest)  # as in search()
+        of_batch = f", all with a global batch of {best.choice('batch')}"
+    return f"why other strategies rank lower{of_batch}"
+
+
+def table(ranked: Sequence[Candidate], workload: Workload, *, several: bool = False) -> Table:
+    """Return a table with one row for each strategy.
+
+    Args:
+        ranked: the strategies.
+        workload: the number of tokens to train on, and prices.
+        several: whether several global batches were searched: a column says which a row has.
+    """
+    optional = ["batch"] * several
     optional += ["moments"] * any(one.program.optimizer.offload_to_host for one in ranked)
     costs = [name.removeprefix(">") for name in workload.columns]
     numbers = ("micro", "batch", *_NUMBER_COLUMNS, *costs)
@@ -88,13 +111,20 @@ def _source(candidate: Candidate) -> str:
     return source if candidate.memory.fits else f"{source}: does not fit"
 
 
-def confirmations(ranked: Sequence[Candidate]) -> Table | None:
-    """Return the estimates beside the compiler's numbers; None if nothing was compiled."""
+def confirmations(ranked: Sequence[Candidate], *, several: bool = False) -> Table | None:
+    """Return the estimates beside the compiler's numbers; None if nothing was compiled.
+
+    Args:
+        ranked: the strategies.
+        several: whether several global batches were searched: a column says which a row has.
+    """
+    optional = ["batch"] * several
     rows = [
         [
             str(one.mesh),
             str(one.program.batch.microbatches),
             one.choice("remat"),
+            *map(one.choice, optional),
             format_size(one.estimated.memory.peak),
             format_size(one.memory.peak),
             f"{one.estimated.memory.peak / one.memory.peak:.2f}",
@@ -108,7 +138,7 @@ def confirmations(ranked: Sequence[Candidate]) -> Table | None:
     ]
     texts = "mesh", "micro", "remat"
     numbers = (
-        "peak: estimate", "compiler", "ratio", "sent: estimate", "compiler",
+        *optional, "peak: estimate", "compiler", "ratio", "sent: estimate", "compiler",
         "seconds: estimate", "by compiled program",
     )  # fmt: skip
     return _table((*texts, *numbers), ("micro", *numbers), rows) if rows else None

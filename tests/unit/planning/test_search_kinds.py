@@ -16,7 +16,9 @@ from graphtrain.config.schema import (
 from graphtrain.config.schema import SearchSettings as Limits
 from graphtrain.cost_model.weights import shard_weights
 from graphtrain.errors import PlanError
+from graphtrain.planning import ranking
 from graphtrain.planning.candidates import candidates
+from graphtrain.planning.costs import Workload
 from graphtrain.planning.search import search
 
 MODEL = Model(layers=2, embed=64, heads=4, kv_heads=2, mlp=128, vocab=256)
@@ -72,10 +74,25 @@ def test_an_adapter_stays_that_of_the_configuration():
     assert best.program.adapter == adapter and best.memory.frozen > best.memory.parameters
 
 
+def batch_columns(one, *, several: bool) -> list[list[str] | None]:
+    """Return the column of batches in the tables of one strategy; None where there is none."""
+    tables = (
+        ranking.table([one], Workload(), several=several),
+        ranking.confirmations([replace(one, estimated=one)], several=several),
+    )
+    columns = [{column.header: [*column.cells] for column in table.columns} for table in tables]
+    return [each.get("batch") for each in columns]
+
+
 def test_larger_batches_are_compared_by_the_time_of_a_token():
     found = search(PROGRAM, settings=Limits(max_global_batch_size=12))
     by_batch = {one.program.batch.global_batch_size: one for one in found.batches}
     assert sorted(by_batch) == [4, 8, 12]
+    headings = ranking.batch_range(found, PROGRAM.batch), ranking.reasons_heading(found)
+    assert headings[0] == "4 to 12 x 64"
+    size = found.ranked[0].choice("batch")
+    assert headings[1].endswith(f", all with a global batch of {size}")
+    assert batch_columns(found.ranked[0], several=True) == [[size], [size]]
     rates = {size: one.tokens_per_second for size, one in by_batch.items()}
     best = found.ranked[0]
     assert best.tokens_per_second == pytest.approx(max(rates.values()), rel=0.006)
@@ -89,6 +106,9 @@ def test_larger_batches_are_compared_by_the_time_of_a_token():
 def test_one_batch_is_that_of_the_configuration():
     found = search(PROGRAM)
     assert found.batches == ()
+    assert ranking.batch_range(found, PROGRAM.batch) == "4 x 64"
+    assert ranking.reasons_heading(found) == "why other strategies rank lower"
+    assert batch_columns(found.ranked[0], several=False) == [None, None]
     assert {one.program.batch.global_batch_size for one in found.ranked} == {4}
 
 
