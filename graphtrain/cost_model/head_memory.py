@@ -64,6 +64,21 @@ def cast_embedding(program: ResolvedProgram, weights: Sequence[ShardedWeight]) -
     return 2 * table.elements("parameter", program.mesh)
 
 
+def logits_of_one_chunk(
+    sizes: DeviceSizes, weights: Sequence[ShardedWeight], mesh: MeshShape
+) -> float:
+    """Return the bytes of all logits' gradient and of what exists beside it, in one chunk.
+
+    That is the gathered head with the float32 logits of a part, then two blocks of the head's
+    gradient, in float32.
+    """
+    gathered = sizes.item_bytes * _head(weights).used_of_a_layer(mesh)
+    of_part = 4 * sizes.scored_positions * sizes.sequences * sizes.vocab
+    of_blocks = 2 * summed_head(weights, mesh) / sizes.head_blocks
+    logits = sizes.item_bytes * sizes.logit_positions * sizes.sequences * sizes.vocab
+    return logits + max(gathered + of_part, of_blocks)
+
+
 def _head(weights: Sequence[ShardedWeight]) -> ShardedWeight:
     """Return the LM head's weights, which are the embedding's if tied."""
     by_path = {weight.path: weight for weight in weights}

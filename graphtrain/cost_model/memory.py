@@ -9,6 +9,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Memory
 from graphtrain.cost_model.head_memory import (
     cast_embedding,
+    logits_of_one_chunk,
     pending_head_gradient,
     summed_head,
 )
@@ -19,7 +20,7 @@ from graphtrain.cost_model.tower_memory import with_projection, with_tower
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.flops import is_gated
-from graphtrain.models.mlp_block_count import hidden_arrays, mlp_block_count
+from graphtrain.models.mlp_block_count import BLOCK_ARRAYS, mlp_block_count
 from sharding_rules.arrays import Role
 from sharding_rules.mesh import MeshShape
 from sharding_rules.pipeline import stored_stage_inputs
@@ -286,6 +287,8 @@ def _at_logits(
     if program.batch.microbatches > 1:
         sums = sum(each.elements("optimizer", mesh) for each in weights if not each.frozen)
         gradients = max(gradients, 4 * sums)
+    if sizes.head_blocks > 1:  # on GPUs
+        return gradients, logits_of_one_chunk(sizes, weights, mesh)
     logits = _rounded_logits(sizes) + cast_embedding(program, weights)
     if sizes.in_chunks:
         return gradients, logits + summed_head(weights, mesh)
@@ -335,21 +338,26 @@ def _layer_in_blocks(
     weights: Sequence[ShardedWeight],
     blocks: int,
 ) -> float:
-    """Return the bytes of the current layer, whose MLP has its backward pass in blocks.
+    """Return the bytes of the current layer, whose MLP runs in blocks.
 
-    In that pass there are, in addition to a block's hidden values, weights in bfloat16 and
-    gradients in float32: six arrays of the residual stream, queries, keys, values, attention's
-    output, and gathered weights of attention.
+    In the backward pass of the MLP there are, in addition to a block's hidden values, weights in
+    bfloat16 and gradients in float32: four arrays of the residual stream, queries, keys, values,
+    attention's output, and gathered weights of attention. In that of attention: two arrays of the
+    stream, the four and their gradients, with keys and values repeated for the kernel, and the
+    gathered weights of queries, keys and values.
     """
     model = program.model
     assert model.head_dim
-    heads = (2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
-    hidden = hidden_arrays(model) * sizes.mlp / blocks
     inside = sizes.sequences * sizes.seq_in_block * sizes.item_bytes
-    of_layer = [weight for weight in weights if weight.in_layers]
-    in_mlp = sum(each.used_of_a_layer(program.mesh) for each in of_layer if "/mlp/" in each.path)
-    gathered = sum(each.used_of_a_layer(program.mesh) for each in of_layer) - in_mlp
-    return inside * (6 * model.embed + heads + hidden) + 2 * gathered + (2 + 4) * in_mlp / blocks
+    by_path = {each.path: each.used_of_a_layer(program.mesh) for each in weights if each.in_layers}
+    in_mlp = sum(size for path, size in by_path.items() if "/mlp/" in path)
+    in_attention = sum(by_path.values()) - in_mlp
+    in_output = sum(size for path, size in by_path.items() if path.endswith("/attention/output"))
+    heads = (2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+    hidden = BLOCK_ARRAYS[is_gated(model)] * sizes.mlp / blocks
+    of_mlp = inside * (4 * model.embed + heads + hidden) + 2 * in_attention
+    of_attention = inside * (2 * model.embed + 8 * sizes.heads * sizes.head_dim)
+    return max(of_mlp + (2 + 4) * in_mlp / blocks, of_attention + 2 * (in_attention - in_output))
 
 
 def _partial_sums(program: ResolvedProgram, sizes: DeviceSizes) -> float:

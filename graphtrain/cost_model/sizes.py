@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema.types import item_bytes
-from graphtrain.models.chunk_size import loss_chunk, parts_of_chunk
+from graphtrain.models.chunk_size import head_blocks, loss_chunk, parts_of_chunk
 from lowering.machine.target import Target
 
 _LANES = 128  # elements in a row of a TPU's memory layout
@@ -30,6 +30,7 @@ class DeviceSizes:
     logit_positions: float  # positions whose logits' gradient exists at once
     scored_positions: float  # positions whose float32 logits exist at once
     in_chunks: bool  # whether the loss is computed in chunks
+    head_blocks: int  # blocks of the vocabulary in which the head's gradient is reduced
     layers: float  # those of its stage, and its share of a microbatch's dense ones before them
     item_bytes: int  # bytes per element of activations
 
@@ -67,6 +68,7 @@ class DeviceSizes:
                 chunk / parts_of_chunk(sequences, chunk, vocab_shards) if chunk else inside
             ),
             in_chunks=chunk is not None,
+            head_blocks=1 if chunk is None else head_blocks(program, chunk),
             layers=layers,
             item_bytes=item_bytes(model.dtype),
         )

@@ -16,7 +16,7 @@ from graphtrain.graphs.token_loss import weighted_loss
 from graphtrain.models.ahead import TARGETS, WEIGHTS
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.batch_images import with_images
-from graphtrain.models.chunk_size import loss_chunk
+from graphtrain.models.chunk_size import head_blocks, loss_chunk
 from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
 from graphtrain.models.layer_terms import LayerTerms
 from graphtrain.models.loss import dpo_loss
@@ -115,6 +115,7 @@ def loss_head(program: ResolvedProgram, chunk: int) -> LossHead:
         settings.final_logit_softcap,
         program.loss.z_loss,
         settings.vocab_tokens,
+        head_blocks(program, chunk),
     )
 
 

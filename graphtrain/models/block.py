@@ -15,12 +15,13 @@ from graphtrain.models.attention.module import Attention
 from graphtrain.models.init import ParameterKeys
 from graphtrain.models.layer_terms import NO_TERMS, LayerTerms
 from graphtrain.models.mlp import MLP
+from graphtrain.models.mlp_blocks import current_mlp_blocks
 from graphtrain.models.moe import MixtureMLP
 from graphtrain.models.norms import Norm
 from graphtrain.models.projection import PROJECTION
-from lowering.tracing.constrain import constrain, draw_shard, reshard
+from lowering.tracing.constrain import constrain, draw_shard, mesh_axes_of, reshard
 from lowering.tracing.deferred_gradient import attach_reductions
-from lowering.tracing.recording import record, scan_layers
+from lowering.tracing.recording import is_recording, record, scan_layers
 from lowering.tracing.weight_layout import keep_row_major
 
 
@@ -57,8 +58,7 @@ class Block(nnx.Module):
                 without it, the model's window applies. An array in a scan over layers.
         """
         attention_key, mlp_key = split_key(dropout_key)
-        normed = record("attention_norm", self.attention_norm(x), *RESIDUAL_AXES)
-        update = scatter_residual(self.attention(gather_residual(normed), full))
+        update = scatter_residual(self._attend(x, full))
         update = record("attention/output", update, *RESIDUAL_AXES)
         if self.post_norm:
             update = record("attention_post_norm", self.attention_post_norm(update), *RESIDUAL_AXES)
@@ -72,6 +72,22 @@ class Block(nnx.Module):
             update = record("mlp_post_norm", self.mlp_post_norm(update), *RESIDUAL_AXES)
         x = x + dropout(update, self.dropout, mlp_key)
         return record("output", constrain_residual(x), *RESIDUAL_AXES), terms
+
+    def _attend(self, x: jax.Array, full: bool | jax.Array | None) -> jax.Array:
+        attention = self.attention
+        if isinstance(attention, Attention) and _norms_again():
+            return attention(gather_residual(x), full, self.attention_norm)
+        normed = record("attention_norm", self.attention_norm(x), *RESIDUAL_AXES)
+        return attention(gather_residual(normed), full)
+
+
+def _norms_again() -> bool:
+    """Return whether the backward pass norms the input of attention again.
+
+    It does so with MLPs in blocks, if the residual stream is not gathered between both.
+    """
+    is_gathered = mesh_axes_of("residual") == mesh_axes_of("seq")
+    return is_gathered and current_mlp_blocks() > 1 and not is_recording()
 
 
 RESIDUAL_AXES = ("batch", "residual", "embed")

@@ -5,6 +5,10 @@ the head's gradient, to which it adds. In memory, chunks cost that gradient, uns
 in addition to the logits. Of these, the float32 ones are computed in parts of a chunk, the gradient
 in the model's dtype waits until the chunk is complete. Where devices shard the vocabulary, each has
 its part of the logits and of the head's gradient, and each part of a chunk waits for reductions.
+
+Where the head's gradient is larger than that of all logits, all positions are one chunk, and the
+head's gradient is computed, reduced and scattered in blocks of the vocabulary: it never exists
+unsharded. This costs no time.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ from dataclasses import dataclass
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema.types import item_bytes
 from graphtrain.models.flops import step_flops_per_token
+from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
+from sharding_rules.plan import make_layout
 
 # A chunk reads and writes a float32 for each weight of the head. Chunks are long enough for this to
 # be at most 3 % of the step's time, where products reach 165 operations per byte of memory traffic
@@ -43,6 +49,11 @@ _ROWS = 8  # rows of a tile, of which the positions of a chunk are a multiple
 _PARTS = (8, 4, 2)
 _FEWEST_TOKENS_OF_PART = 256
 _FEWEST_TOKENS_WITH_REDUCTIONS = 2048
+_MOST_BLOCKS = 8  # of the vocabulary, for the head's gradient
+_COLUMNS_MULTIPLE = 16  # columns of a tile
+# A chunk of all positions, with the head's gradient in blocks, is chosen up to this many times the
+# bytes of shorter chunks, because it is faster: it does not read and write the head's gradient.
+_BYTES_OVER_CHUNKS = 1.03
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,12 @@ class Logits:
     item: int  # bytes per element of their gradient
     step_flops: float  # a device's floating-point operations per token of a training step
     vocab_shards: int = 1
+    head_shards: int = 1  # devices over which a gradient of the head in blocks is scattered
+
+    @property
+    def head_gradient_bytes(self) -> int:
+        """Bytes of the head's gradient: float32, unsharded over embed."""
+        return 4 * self.embed * self.vocab
 
     @property
     def tokens(self) -> int:
@@ -111,8 +128,55 @@ def loss_chunk(program: ResolvedProgram) -> int | None:
         item=item_bytes(model.dtype),
         step_flops=step_flops_per_token(program.settings) / vocab_shards,
         vocab_shards=vocab_shards,
+        head_shards=_head_shards(program),
     )
     return best_chunk(logits, target.memory_bytes)
+
+
+def head_blocks(program: ResolvedProgram, chunk: int) -> int:
+    """Return in how many blocks of the vocabulary the gradient of the LM head is reduced.
+
+    There are blocks only where all positions of a device are one chunk; see best_chunk.
+
+    Args:
+        program: Settings.
+        chunk: Positions of a chunk.
+    """
+    positions = program.batch.seq_len // program.mesh.size(program.rules.activations.get("seq", ()))
+    if chunk < positions or _head_shards(program) == 1:
+        return 1
+    return _blocks_of(program.model.vocab)
+
+
+def _head_shards(program: ResolvedProgram) -> int:
+    """Return over how many devices the head's gradient is scattered, if that can be in blocks.
+
+    Blocks are for GPUs; on TPUs they were not tried. Adapters freeze the head. In pipelines, and
+    where gradients are reduced once for each step, the gradient is reduced later.
+    """
+    model, mesh, rules = program.model, program.mesh, program.rules
+    batch = program.batch
+    is_per_step = batch.microbatches > 1 and batch.gradient_reduction == "per_step"
+    if (
+        not program.target.is_gpu
+        or program.adapter is not None
+        or mesh.axes.get("stage", 1) > 1
+        or is_per_step
+    ):
+        return 1
+    head = ArraySpec((model.embed, model.vocab), ("embed", "vocab"), role="optimizer")
+    names, of_vocab = make_layout("head", head, rules, mesh).split
+    if mesh.size((*of_vocab, *rules.activations.get("vocab", ()))) > 1:
+        return 1
+    of_tokens = {name for axis in ("batch", "seq") for name in rules.activations.get(axis, ())}
+    return mesh.size(tuple(name for name in names if name in of_tokens))
+
+
+def _blocks_of(vocab: int) -> int:
+    count = _MOST_BLOCKS
+    while vocab % (count * _COLUMNS_MULTIPLE) and count > 1:
+        count //= 2
+    return count
 
 
 def check_chunk(chunk: int, positions: int, stages: int = 1) -> None:
@@ -157,7 +221,7 @@ def parts_of_chunk(sequences: float, positions: int, vocab_shards: int = 1) -> i
 
 
 def best_chunk(logits: Logits, memory_bytes: int) -> int | None:
-    """Return the shortest chunk that costs little time.
+    """Return the shortest chunk that costs little time, or all positions if that needs no more.
 
     Return None if chunks would save too little memory.
     """
@@ -170,17 +234,31 @@ def best_chunk(logits: Logits, memory_bytes: int) -> int | None:
         ),
         logits.positions,
     )
-    head_gradient_bytes = 4 * logits.embed * logits.vocab
+    # All logits, then the product of the head's gradient with the gradient of all.
+    unchunked_bytes = logits.item * logits.tokens * logits.vocab + max(
+        4 * logits.tokens * logits.vocab, logits.head_gradient_bytes
+    )
     parts = parts_of_chunk(logits.sequences, chunk, logits.vocab_shards)
-    unchunked_bytes, chunked_bytes = (
-        logits.bytes_of(logits.tokens),
-        logits.bytes_of(logits.sequences * chunk, parts),
-    )
-    return (
-        chunk
-        if unchunked_bytes - chunked_bytes - head_gradient_bytes >= _MIN_SAVING * memory_bytes
-        else None
-    )
+    least_bytes = logits.head_gradient_bytes + logits.bytes_of(logits.sequences * chunk, parts)
+    in_blocks_bytes = _bytes_in_blocks(logits)
+    if in_blocks_bytes is not None and in_blocks_bytes <= _BYTES_OVER_CHUNKS * least_bytes:
+        chunk, least_bytes = logits.positions, in_blocks_bytes
+    return chunk if unchunked_bytes - least_bytes >= _MIN_SAVING * memory_bytes else None
+
+
+def _bytes_in_blocks(logits: Logits) -> float | None:
+    """Return the bytes of one chunk of all positions with the head's gradient in blocks.
+
+    Two blocks exist unsharded: one is computed while the other is reduced. None: no blocks.
+    """
+    blocks = _blocks_of(logits.vocab)
+    if logits.head_shards == 1 or blocks == 1:
+        return None
+    parts = parts_of_chunk(logits.sequences, logits.positions)
+    of_part = 4 * logits.tokens * logits.vocab / parts
+    of_blocks = 2 * logits.head_gradient_bytes / blocks
+    scattered = logits.head_gradient_bytes / logits.head_shards
+    return logits.item * logits.tokens * logits.vocab + max(of_part, of_blocks) + scattered
 
 
 def _divisors(number: int) -> list[int]:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from graphtrain.models.attention.score_mods import soft_cap
 from graphtrain.models.chunk_size import check_chunk, parts_of_chunk
+from graphtrain.models.head_gradient import gradient_in_blocks, keep_stored
 from graphtrain.models.loss import one_hot_mask, target_scores
 from graphtrain.models.loss_shards import (
     TOKEN_AXES,
@@ -54,6 +55,7 @@ class LossHead:
     cap: float | None  # soft cap of logits
     z_loss: float
     vocab_tokens: int | None = None  # rows of the head that stand for a token; None: all
+    blocks: int = 1  # of the vocabulary, in which the head's gradient is reduced, of one chunk
 
     @property
     def head_axes(self) -> tuple[str, str]:
@@ -129,12 +131,15 @@ def _over_chunks(
     length = tokens[0].shape[3]
     check_chunk(scored.chunk, length)
     # Cast and gathered over embed before the loop, so that this happens once.
-    head_used = constrain(head.astype(hidden.dtype), *scored.head_axes)
+    head_used = head.astype(hidden.dtype)
+    if scored.blocks > 1:  # outside of a loop, XLA would gather float32
+        head_used = keep_stored(head_used, scored.head_axes)
+    head_used = constrain(head_used, *scored.head_axes)
     head_used = by_vocab_shard(head_used, *scored.head_axes)
     token_shards = tokens[0].shape[0], tokens[0].shape[2]
     sums = (filled(zero, token_shards, "batch", "seq"),) * 2
     gradients = None
-    if differentiate:
+    if differentiate and scored.blocks == 1:
         shape = *token_shards, *head.shape
         grad_head = filled(zero, shape, "batch", "seq", *scored.head_axes)
         gradients = tokens[0], grad_head  # each chunk's gradient replaces its hidden states
@@ -142,6 +147,12 @@ def _over_chunks(
     grad_scores = None
     if differentiate and parts > 1:
         grad_scores = _room_for_parts(scored, tokens[0], head, zero)
+    if differentiate and scored.blocks > 1:
+        sums, gradients = _in_one_chunk(scored, parts, tokens, head_used, grad_scores)
+        return (sums[0].sum(), sums[1].sum()), (
+            sum_vocab_shards(gradients[0], hidden.shape),
+            gradients[1].astype(head.dtype),
+        )
 
     def add(carry: Any, index: jax.Array) -> tuple[Any, None]:
         sums, gradients, grad_scores = carry
@@ -157,7 +168,8 @@ def _over_chunks(
         if gradients is None or of_scores is None:
             return (sums, None, None), None
         grad_hidden, grad_head = gradients
-        chunk_grad_hidden, chunk_grad_head = _products(scored, chunk[0], head_used, of_scores)
+        chunk_grad_hidden = _grad_hidden(scored, head_used, of_scores)
+        chunk_grad_head = _grad_head(scored, chunk[0], of_scores)
         grad_hidden = jax.lax.dynamic_update_slice_in_dim(grad_hidden, chunk_grad_hidden, start, 3)
         return (sums, (grad_hidden, grad_head + chunk_grad_head), grad_scores), None
 
@@ -172,6 +184,29 @@ def _over_chunks(
         sum_vocab_shards(grad_hidden, hidden.shape),
         sum_token_shards(grad_head, scored.head_axes).astype(head.dtype),
     )
+
+
+def _in_one_chunk(
+    scored: LossHead,
+    parts: int,
+    tokens: list[jax.Array],
+    head: jax.Array,
+    grad_scores: jax.Array | None,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """Return both losses by shard, and the gradients of hidden states and head.
+
+    All scores have their gradient at once, and the head's gradient is reduced in blocks. Arguments
+    are those of `_scored_in_parts`.
+    """
+    if parts == 1:
+        sums, of_scores = _scored(scored, tokens, head, differentiate=True)
+    else:
+        sums, of_scores = _scored_in_parts(scored, parts, tokens, head, grad_scores)
+    assert of_scores is not None
+    grad_head = gradient_in_blocks(
+        partial(_grad_head, scored), tokens[0], of_scores, scored.head_axes, scored.blocks
+    )
+    return sums, (_grad_hidden(scored, head, of_scores), grad_head)
 
 
 def _room_for_parts(
@@ -261,16 +296,18 @@ def _scored(
 
 
 @jax.named_scope("head")
-def _products(
-    scored: LossHead, hidden: jax.Array, head: jax.Array, grad_scores: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients of a chunk's hidden states and, by shard in float32, of the head.
-
-    The gradient of hidden states is a partial sum for each shard of vocab.
-    """
+def _grad_hidden(scored: LossHead, head: jax.Array, grad_scores: jax.Array) -> jax.Array:
+    """Return the gradient of a chunk's hidden states, a partial sum for each shard of vocab."""
     grad_scores = by_vocab_shard(grad_scores, *TOKEN_AXES, "vocab")
-    letters, multiply = scored.letters, gradient_dot("head", grad_scores)
-    grad_hidden = multiply(f"nbcskv,{letters}->nbcske", grad_scores, head, hidden.dtype)
-    grad_head = multiply(f"nbcske,nbcskv->nc{letters}", hidden, grad_scores, jnp.float32)
+    equation = f"nbcskv,{scored.letters}->nbcske"
+    return gradient_dot("head", grad_scores)(equation, grad_scores, head, grad_scores.dtype)
+
+
+@jax.named_scope("head")
+def _grad_head(scored: LossHead, hidden: jax.Array, grad_scores: jax.Array) -> jax.Array:
+    """Return a chunk's gradient of the head, by shard of the tokens, in float32."""
+    grad_scores = by_vocab_shard(grad_scores, *TOKEN_AXES, "vocab")
+    equation = f"nbcske,nbcskv->nc{scored.letters}"
+    grad_head = gradient_dot("head", grad_scores)(equation, hidden, grad_scores, jnp.float32)
     rows, columns = (-1, hidden.shape[-1]) if scored.tied else (hidden.shape[-1], -1)
-    return grad_hidden, grad_head.reshape(*grad_head.shape[:2], rows, columns)
+    return grad_head.reshape(*grad_head.shape[:2], rows, columns)

@@ -1,17 +1,21 @@
-"""Gradient of the LM head, reduced and scattered before the backward pass of the layers.
+"""Gradient of the LM head: reduced and scattered before the backward pass of the layers.
 
 Nothing reads it before the optimizer, so XLA reduces it last. Until then the gradient exists
 unsharded, in float32, beside the arrays of the current layer; or, where XLA computes it last too,
-the operands of its product do: the gradient of the logits and the head's input.
+the operands of its product do: the gradient of the logits and the head's input. A loss in one chunk
+reduces it in blocks of the vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from graphtrain.models.loss_shards import sum_token_shards
 from lowering.tracing.constrain import constrain_tree, in_shard_map
 from lowering.tracing.cpu_hints import on_cpu
 from sharding_rules.arrays import ArraySpec
@@ -56,3 +60,42 @@ def _backward(
 
 
 _paired.defvjp(_forward, _backward)
+
+
+def keep_stored(head: jax.Array, axes: tuple[str, str]) -> jax.Array:
+    """Constrain the head's weights, in any dtype, to the sharding in which they are stored."""
+    spec = ArraySpec(head.shape, axes)
+    return constrain_tree({"head": head}, {"head": spec}, "parameter")["head"]
+
+
+def gradient_in_blocks(
+    multiply: Callable[[jax.Array, jax.Array], jax.Array],
+    hidden: jax.Array,
+    grad_scores: jax.Array,
+    axes: tuple[str, str],
+    blocks: int,
+) -> jax.Array:
+    """Return the head's gradient, computed and reduced in blocks of the vocabulary.
+
+    The product of a block waits until the block before the last one is reduced, so that two exist
+    unsharded at once.
+
+    Args:
+        multiply: Computes the gradient by shard of the tokens (batch_shards, seq_shards, *axes)
+            from hidden states and a block of the gradient of the scores.
+        hidden: Hidden states.
+        grad_scores: Gradient of the scores (..., vocab).
+        axes: Array axes of the head.
+        blocks: Number of blocks, which divides the vocabulary.
+    """
+    reduced: list[jax.Array] = []
+    width = grad_scores.shape[-1] // blocks
+    for index in range(blocks):
+        of_block = jax.lax.slice_in_dim(grad_scores, index * width, (index + 1) * width, axis=-1)
+        newest = sum_token_shards(multiply(hidden, of_block), axes)
+        if reduced:
+            hidden, grad_scores, reduced[-1] = jax.lax.optimization_barrier(
+                (hidden, grad_scores, reduced[-1])
+            )
+        reduced.append(newest)
+    return jnp.concatenate(reduced, axes.index("vocab"))

@@ -1,4 +1,4 @@
-"""In how many blocks the backward pass of MLPs runs; by arithmetic, without JAX."""
+"""In how many blocks MLPs run; by arithmetic, without JAX."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from graphtrain.models.flops import is_gated
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.plan import make_layout
 
-_MOST_BLOCKS = 8
+_MOST_BLOCKS = 16
 # Each block after the first reads and writes the gradient of the residual stream once more. On an
 # H100, which at 0.56 of its peak computes 165 operations in the time of a byte, this is
 # 30 / _FEWEST_COLUMNS = 2.3 % of the time of a gated MLP at most.
 _FEWEST_COLUMNS = 1280
-_MIN_SAVING = 1 / 256  # fraction of a device's memory
+_MIN_SAVING = 1 / 1024  # fraction of a device's memory
 _COLUMNS_MULTIPLE = 16  # columns of a tile
 # Arrays of hidden values that a backward pass has at once: of gate and up the products, their
-# gradients and the gradients' operands, and the values that the last product reads.
+# gradients and the gradients' operands, and the values that the last product reads. Blocks compute
+# these values first, and have fewer.
 _ARRAYS = {True: 7, False: 4}  # by whether the MLP is gated
+BLOCK_ARRAYS = {True: 4, False: 2}
 
 
 def mlp_block_count(program: ResolvedProgram) -> int:
     """Return the number of blocks of hidden columns in the backward pass of the program's MLPs.
 
-    With model.mlp_blocks = "auto" there are blocks where they save at least 1/256 of a device's
+    With model.mlp_blocks = "auto" there are blocks where they save at least 1/1024 of a device's
     memory: on GPUs, if a layer is recomputed from its input, because other policies of
     remat save the hidden values anyway. There are none where they would compute products or gather
     weights twice: with post_norm, whose backward pass reads the MLP's output, and with tensor

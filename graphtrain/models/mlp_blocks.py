@@ -1,11 +1,12 @@
 """MLP whose backward pass runs in blocks of hidden columns.
 
 The backward pass of an MLP has about seven arrays of hidden values (batch, seq, mlp) at once, and
-the gathered weights and unreduced gradients of three matrices. In blocks of columns it has them of
-one block: the block's hidden values are computed again from the MLP's input, and its gradients of
-weights are complete, and reduced, before the next block begins. No product is computed twice if
-the layer is recomputed from its input anyway, and nothing there reads the MLP's output. No weight
-is gathered twice. The gradient of the input is summed over the blocks, in the input's dtype.
+the gathered weights and unreduced gradients of three matrices. In blocks of columns it has four
+arrays, weights and gradients of one block: the block's hidden values are computed again from the
+MLP's input, and its gradients of weights are complete, and reduced, before those of the next block.
+No product is computed twice if the layer is recomputed from its input anyway, and nothing there
+reads the MLP's output. No weight is gathered twice. The gradient of the input is summed over the
+blocks, in the input's dtype. The forward pass is in fewer blocks, over which it sums the output.
 
 No mesh axis shards the hidden columns (mlp_block_count).
 """
@@ -23,10 +24,13 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.models.activations import Activation, apply_activation
-from graphtrain.models.matmul import dot, dot_many
+from graphtrain.models.matmul import dot
 from lowering.tracing.constrain import constrain, constrain_tree, in_shard_map
 from lowering.tracing.context import set_context_variable
 from sharding_rules.arrays import ArraySpec
+
+# The forward pass has fewer arrays of hidden values, and no gradients beside them.
+_BACKWARD_OVER_FORWARD = 4  # blocks
 
 Weights = Mapping[str, jax.Array]  # by name: gate, up, down, gate_bias, up_bias
 
@@ -58,6 +62,10 @@ class BlockedMLP:
             return (self.width,)
         return (self.width, "embed") if name == "down" else ("embed", self.width)
 
+    def columns(self, name: str) -> int:
+        """Return the dimension of a weight's columns."""
+        return self.axes(name).index(self.width)
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def mlp_in_blocks(mlp: BlockedMLP, x: jax.Array, weights: Weights) -> jax.Array:
@@ -72,17 +80,49 @@ def mlp_in_blocks(mlp: BlockedMLP, x: jax.Array, weights: Weights) -> jax.Array:
 
 
 def _output(mlp: BlockedMLP, x: jax.Array, weights: Weights) -> jax.Array:
-    """Return the output for all columns of the weights, or for those of one block."""
-    columns = ("batch", "seq", mlp.width)
+    """Return the output, in fewer blocks than the backward pass has."""
+    blocks = _split(mlp, weights, max(1, mlp.blocks // _BACKWARD_OVER_FORWARD))
+    total = _output_of(mlp, x, blocks[0])
+    for index in range(1, len(blocks)):
+        # This block begins when the one before is done, and weights of the next are gathered then.
+        x, total, blocks[index + 1 :] = jax.lax.optimization_barrier(
+            (x, total, blocks[index + 1 :])
+        )
+        total = _output_of(mlp, x, blocks[index]) + total  # in this order: XLA adds in the product
+    return total
+
+
+def _output_of(mlp: BlockedMLP, x: jax.Array, block: Weights) -> jax.Array:
+    """Return a block's part of the output."""
+    wide = _projections(mlp, [x] * len(mlp.names), block)
+    return _down(_activated(mlp, wide), block["down"])
+
+
+def _split(mlp: BlockedMLP, weights: Weights, blocks: int) -> list[Weights]:
+    """Return the weights of each block of columns."""
+    parts = {name: jnp.split(w, blocks, mlp.columns(name)) for name, w in weights.items()}
+    return [{name: part[index] for name, part in parts.items()} for index in range(blocks)]
+
+
+def _projections(mlp: BlockedMLP, copies: list[jax.Array], weights: Weights) -> list[jax.Array]:
+    """Return gate and up, or up, each of its own copy of the input, so that it has a gradient."""
     with jax.named_scope("+".join(mlp.names)):
-        products = dot_many("bse,em->bsm", x, [weights[name] for name in mlp.names])
-    wide = [
-        constrain(_add_bias(product, weights.get(f"{name}_bias")), *columns)
+        products = [
+            dot("bse,em->bsm", x, weights[name]) for x, name in zip(copies, mlp.names, strict=True)
+        ]
+    return [
+        constrain(_add_bias(product, weights.get(f"{name}_bias")), "batch", "seq", mlp.width)
         for name, product in zip(mlp.names, products, strict=True)
     ]
-    hidden = constrain(apply_activation(mlp.activate, wide), *columns)
-    with jax.named_scope("down"):
-        return dot("bsm,me->bse", hidden, weights["down"])
+
+
+def _activated(mlp: BlockedMLP, wide: list[jax.Array]) -> jax.Array:
+    return constrain(apply_activation(mlp.activate, wide), "batch", "seq", mlp.width)
+
+
+@jax.named_scope("down")
+def _down(hidden: jax.Array, weights: jax.Array) -> jax.Array:
+    return dot("bsm,me->bse", hidden, weights)
 
 
 def _add_bias(product: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -99,22 +139,30 @@ def _backward(
     mlp: BlockedMLP, saved: tuple[jax.Array, Weights], gradient: jax.Array
 ) -> tuple[jax.Array, Weights]:
     x, weights = saved
-    columns = {name: mlp.axes(name).index(mlp.width) for name in weights}
-    parts = {name: jnp.split(w, mlp.blocks, columns[name]) for name, w in weights.items()}
-    total, of_blocks = None, []
-    for index in range(mlp.blocks):
-        block = {name: part[index] for name, part in parts.items()}
-        _, differentiate = jax.vjp(partial(_output, mlp), x, block)
-        of_x, of_block = differentiate(gradient)
-        total = of_x if total is None else total + of_x
-        # After a barrier, so that the next block begins when this one's gradients are reduced.
-        x, gradient, total, of_block = jax.lax.optimization_barrier(
-            (x, gradient, total, _reduced(mlp, of_block))
+    total, of_blocks = jnp.zeros_like(x), []
+    reduced: Weights = {}
+    for block in _split(mlp, weights, mlp.blocks):
+        into = {name: w for name, w in block.items() if name != "down"}
+        wide, of_projections = jax.vjp(partial(_projections, mlp), [x] * len(mlp.names), into)
+        # A block's gradients begin when those of the block before are reduced, which takes place
+        # beside the products above. Behind the barrier XLA does not compute the values and their
+        # gradient as one, which would take six arrays of hidden values instead of four.
+        hidden, wide, gradient, reduced = jax.lax.optimization_barrier(
+            (_activated(mlp, wide), wide, gradient, reduced)
         )
-        of_blocks.append(of_block)
-    assert total is not None
+        of_blocks.append(reduced)
+        _, of_down = jax.vjp(partial(_down, hidden), block["down"])
+        _, of_wide = jax.vjp(lambda wide, w: _down(_activated(mlp, wide), w), wide, block["down"])
+        of_copies, of_into = of_projections(of_wide(gradient)[0])
+        reduced = _reduced(mlp, {**of_into, "down": of_down(gradient)[0]})
+        for of_copy in of_copies:  # product + sum, in this order: XLA multiplies onto the sum
+            total = of_copy + total
+        x, total = jax.lax.optimization_barrier((x, total))
+    # What comes before the MLP begins when the last block is reduced.
+    total, reduced = jax.lax.optimization_barrier((total, reduced))
+    of_blocks = [*of_blocks[1:], reduced]
     return total, {
-        name: jnp.concatenate([of[name] for of in of_blocks], columns[name]) for name in weights
+        name: jnp.concatenate([of[name] for of in of_blocks], mlp.columns(name)) for name in weights
     }
 
 

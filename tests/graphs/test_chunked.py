@@ -126,10 +126,12 @@ def test_a_frozen_head_gets_no_gradient():
     assert flops[1] == flops[0]
 
 
-@pytest.mark.parametrize(("chunk", "length", "parts"), [(2, 6, 1), (512, 1024, 4)])
-def test_sums_and_gradients_are_those_of_float64(chunk, length, parts):
+@pytest.mark.parametrize(
+    ("chunk", "length", "parts", "blocks"), [(2, 6, 1, 1), (512, 1024, 4, 1), (6, 6, 1, 7)]
+)
+def test_sums_and_gradients_are_those_of_float64(chunk, length, parts, blocks):
     assert parts_of_chunk(2, chunk) == parts
-    scored = LossHead(chunk=chunk, tied=True, cap=3.0, z_loss=0.1)
+    scored = LossHead(chunk=chunk, tied=True, cap=3.0, z_loss=0.1, blocks=blocks)
     random = np.random.default_rng(0)
     hidden, head = random.normal(size=(2, length, 5)), random.normal(size=(5, 7))
     targets, weights = random.integers(0, 7, (2, length)), random.random((2, length))

@@ -1,4 +1,4 @@
-"""MLPs in blocks and the head's gradient reduced first, on 8 devices beside one device."""
+"""MLPs in blocks, and the head's gradient in blocks and reduced first, beside one device."""
 
 from dataclasses import replace
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from programs import LLAMA, alone, batch, loaded, placed_inputs, program, state_of
 
-from graphtrain.config.schema import Batch, Mesh
-from graphtrain.graphs import build
-from graphtrain.models import head_gradient
+from graphtrain.config.schema import Batch, Loss, Mesh
+from graphtrain.graphs import build, objectives
+from graphtrain.models import chunked_loss, head_gradient
 from lowering.trees import flatten
 
 
@@ -20,9 +20,12 @@ def test_gradients_equal_those_of_one_device(rules, monkeypatch):
         rules=rules,
         model=replace(LLAMA, remat="full", bias="all"),
         batch=Batch(global_batch_size=16, seq_len=16, microbatches=2),
+        loss=Loss(chunk=16),
     )
     want = gradients(alone(of))
-    monkeypatch.setattr(build, "mlp_block_count", lambda program: 2)
+    monkeypatch.setattr(build, "mlp_block_count", lambda program: 8)
+    monkeypatch.setattr(objectives, "head_blocks", lambda program, chunk: 4)
+    monkeypatch.setattr(chunked_loss, "parts_of_chunk", lambda *_: 2)
     monkeypatch.setattr(head_gradient, "on_cpu", lambda: False)
     for path, got in gradients(of).items():
         np.testing.assert_allclose(got, want[path], rtol=1e-4, atol=1e-6, err_msg=path)

@@ -5,9 +5,23 @@ import dataclasses
 import pytest
 
 from graphtrain.config.resolve import resolve
-from graphtrain.config.schema import Batch, Loss, Mesh, Model, PipelineSettings, Program
+from graphtrain.config.schema import (
+    Adapter,
+    Batch,
+    Loss,
+    Mesh,
+    Model,
+    PipelineSettings,
+    Program,
+)
 from graphtrain.cost_model.memory import memory
-from graphtrain.models.chunk_size import Logits, best_chunk, loss_chunk, parts_of_chunk
+from graphtrain.models.chunk_size import (
+    Logits,
+    best_chunk,
+    head_blocks,
+    loss_chunk,
+    parts_of_chunk,
+)
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.json_output import assessment_as_json
 from sharding_rules.errors import ShardingError
@@ -46,6 +60,51 @@ def test_a_chunk_is_as_short_as_costs_little_time(
 ):
     logits = Logits(sequences, positions, vocab, embed, item=2, step_flops=6 * parameters)
     assert best_chunk(logits, memory_bytes) == chunk
+
+
+@pytest.mark.parametrize(
+    ("sequences", "embed", "shards", "chunk"),
+    [
+        (1, 4096, 64, 4096),  # twice as large as the gradient of all logits
+        (1, 4096, 1, None),  # chunks of fewer would save too little
+        (8, 4096, 64, 128),  # an eighth of the gradient of all logits
+        (1, 1024, 64, 1024),  # half of the gradient of all logits
+    ],
+)
+def test_all_positions_are_one_chunk_where_the_heads_gradient_is_large(
+    sequences, embed, shards, chunk
+):
+    logits = Logits(sequences, 4096, 32_000, embed, 2, 6 * 6.7 * GB, head_shards=shards)
+    assert best_chunk(logits, 80 * GB) == chunk
+
+
+SEVEN = Program(
+    target="h100:64",
+    mesh=Mesh(fsdp=64),
+    rules=("fsdp",),
+    model=Model(layers=32, embed=4096, heads=32, mlp=11008, vocab=32_000),
+    batch=Batch(global_batch_size=64, seq_len=4096),
+)
+LAST = Batch(global_batch_size=128, seq_len=4096, microbatches=2, gradient_reduction="per_step")
+
+
+@pytest.mark.parametrize(
+    ("changes", "positions", "blocks"),
+    [
+        ({}, 4096, 8),
+        ({}, 2048, 1),  # a chunk of some positions
+        ({"target": "v5p:4x4x4"}, 4096, 1),
+        ({"mesh": Mesh(data=64), "rules": ("data",)}, 4096, 1),  # not scattered
+        ({"mesh": Mesh(data=64), "rules": ("zero1",)}, 4096, 8),
+        ({"mesh": Mesh(fsdp=32, tensor=2), "rules": ("fsdp", "tensor")}, 4096, 1),
+        ({"mesh": Mesh(data=64), "rules": ("zero1",), "batch": LAST}, 4096, 1),
+        ({"adapter": Adapter(rank=8, alpha=16.0)}, 4096, 1),
+        ({"model": dataclasses.replace(SEVEN.model, vocab=32_032)}, 4096, 2),
+    ],
+    ids=str,
+)
+def test_a_head_whose_gradient_is_scattered_has_blocks_in_one_chunk(changes, positions, blocks):
+    assert head_blocks(resolve(dataclasses.replace(SEVEN, **changes)), positions) == blocks
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,9 @@ def gpu_kernel(scoring: ScoreTransform, window: int | None, interpret: bool = Fa
 
     def backward(saved: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
         query, key, value, documents, output, log_sum = saved
+        if query.shape[2] != key.shape[2]:
+            # A barrier, or else XLA would repeat them once, and keep the repeated ones.
+            key, value, gradient = jax.lax.optimization_barrier((key, value, gradient))
         residuals = (*_repeat_kv_heads(query, key, value), documents, output, log_sum)
         backward_options = "triton", None, 2, None, interpret, False, False
         grads = library.mha.bwd(scoring.scale, True, sizes, *backward_options, residuals, gradient)

@@ -24,6 +24,7 @@ from graphtrain.models.attention.positions import frequencies, rotate
 from graphtrain.models.attention.ring import ring_attention
 from graphtrain.models.attention.ring_order import positions, ring_axes
 from graphtrain.models.attention.score_mods import ScoreTransform
+from graphtrain.models.normed_projection import project_normed
 from graphtrain.models.norms import Norm
 from graphtrain.models.projection import project, project_many
 from lowering.tracing.constrain import constrain, mesh_axes_of, shards_of
@@ -60,7 +61,10 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(
-        self, x: Float[Array, "batch seq embed"], full: bool | jax.Array | None = None
+        self,
+        x: Float[Array, "batch seq embed"],
+        full: bool | jax.Array | None = None,
+        norm: Norm | None = None,
     ) -> Float[Array, "batch seq embed"]:
         """Return the output projection of attention over x.
 
@@ -68,8 +72,9 @@ class Attention(nnx.Module):
             x: Normed residual stream.
             full: Whether this layer has global attention although the model has a sliding window;
                 without it, the model's window applies. An array in a scan over layers.
+            norm: Normalization of x, if x is not normed; the backward pass norms it again.
         """
-        query, key, value = project_many(self, ("query", "key", "value"), "bse,ehd->bshd", x)
+        query, key, value = self._project(x, norm)
         query = record("attention/query", query, "batch", "seq", "heads", "head_dim")
         key = record("attention/key", key, "batch", "seq", "kv_heads", "head_dim")
         value = record("attention/value", value, "batch", "seq", "kv_heads", "head_dim")
@@ -96,6 +101,13 @@ class Attention(nnx.Module):
             output = attend(query, key, value, scoring, window, *how, sinks)
         output = record("attention/context", output, "batch", "seq", "heads", "head_dim")
         return project(self, "output", "bshd,hde->bse", output)
+
+    def _project(self, x: jax.Array, norm: Norm | None) -> list[jax.Array]:
+        """Return queries, keys and values."""
+        names, equation = ("query", "key", "value"), "bse,ehd->bshd"
+        if norm is None:
+            return project_many(self, names, equation, x)
+        return project_normed(self, names, equation, norm, x)
 
     def _window(self, full: bool | jax.Array | None) -> int | jax.Array | None:
         """Return the sliding window in positions, or None; an array where `full` is one."""
