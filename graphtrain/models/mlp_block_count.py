@@ -29,7 +29,7 @@ def mlp_block_count(program: ResolvedProgram) -> int:
     """Return the number of blocks of hidden columns in the backward pass of the program's MLPs.
 
     With model.mlp_blocks = "auto" there are blocks where they save at least 1/1024 of a device's
-    memory: on GPUs, if a layer is recomputed from its input, because other policies of
+    memory: on GPUs and TPUs, if a layer is recomputed from its input, because other policies of
     remat save the hidden values anyway. There are none where they would compute products or gather
     weights twice: with post_norm, whose backward pass reads the MLP's output, and with tensor
     parallelism. Mixtures, LoRA and products in fp8 or int8 have none, nor pipelines and gradients
@@ -38,9 +38,7 @@ def mlp_block_count(program: ResolvedProgram) -> int:
     model, target = program.model, program.target
     if is_imported(model) or not isinstance(model, Model) or model.mlp_blocks == "none":
         return 1
-    # For v5e, a small model with two blocks did not compile in 110 s (90 s without) nor, another
-    # time, in 380 s; the cause was not looked for.
-    if not target.is_gpu or not _supports_blocks(program):
+    if not (target.is_gpu or target.platform == "tpu") or not _supports_blocks(program):
         return 1
     rules, batch = program.rules.activations, program.batch
     token_shards = program.mesh.size(rules.get("batch", ())) * program.mesh.size(

@@ -27,6 +27,7 @@ from graphtrain.models.activations import Activation, apply_activation
 from graphtrain.models.matmul import dot
 from lowering.tracing.constrain import constrain, constrain_tree, in_shard_map
 from lowering.tracing.context import set_context_variable
+from lowering.tracing.tpu_hints import on_tpu
 from sharding_rules.arrays import ArraySpec
 
 # The forward pass has fewer arrays of hidden values, and no gradients beside them.
@@ -80,8 +81,9 @@ def mlp_in_blocks(mlp: BlockedMLP, x: jax.Array, weights: Weights) -> jax.Array:
 
 
 def _output(mlp: BlockedMLP, x: jax.Array, weights: Weights) -> jax.Array:
-    """Return the output, in fewer blocks than the backward pass has."""
-    blocks = _split(mlp, weights, max(1, mlp.blocks // _BACKWARD_OVER_FORWARD))
+    """Return the output, in fewer blocks than the backward pass has; on TPUs in one."""
+    count = 1 if on_tpu() else max(1, mlp.blocks // _BACKWARD_OVER_FORWARD)
+    blocks = _split(mlp, weights, count)
     total = _output_of(mlp, x, blocks[0])
     for index in range(1, len(blocks)):
         # This block begins when the one before is done, and weights of the next are gathered then.
@@ -138,7 +140,13 @@ def _forward(
 def _backward(
     mlp: BlockedMLP, saved: tuple[jax.Array, Weights], gradient: jax.Array
 ) -> tuple[jax.Array, Weights]:
-    x, weights = saved
+    # XLA for TPUs generates code for each block's kernels, which takes minutes; a loop's only once.
+    return (_loop_backward if on_tpu() else _unrolled_backward)(mlp, *saved, gradient)
+
+
+def _unrolled_backward(
+    mlp: BlockedMLP, x: jax.Array, weights: Weights, gradient: jax.Array
+) -> tuple[jax.Array, Weights]:
     total, of_blocks = jnp.zeros_like(x), []
     reduced: Weights = {}
     for block in _split(mlp, weights, mlp.blocks):
@@ -164,6 +172,43 @@ def _backward(
     return total, {
         name: jnp.concatenate([of[name] for of in of_blocks], mlp.columns(name)) for name in weights
     }
+
+
+def _loop_backward(
+    mlp: BlockedMLP, x: jax.Array, weights: Weights, gradient: jax.Array
+) -> tuple[jax.Array, Weights]:
+    def add_block(carry: tuple[jax.Array, Weights], index: jax.Array) -> tuple[Any, None]:
+        total, gradients = carry
+        starts = {
+            name: index * (w.shape[mlp.columns(name)] // mlp.blocks) for name, w in weights.items()
+        }
+        block = {
+            name: jax.lax.dynamic_slice_in_dim(
+                w, starts[name], w.shape[mlp.columns(name)] // mlp.blocks, mlp.columns(name)
+            )
+            for name, w in weights.items()
+        }
+        of_x, of_block = _block_backward(mlp, x, block, gradient)
+        written = {
+            name: jax.lax.dynamic_update_slice_in_dim(
+                gradients[name], of_block[name], starts[name], mlp.columns(name)
+            )
+            for name in weights
+        }
+        return (total + of_x, written), None
+
+    zeros = _reduced(mlp, {name: jnp.zeros_like(w) for name, w in weights.items()})
+    carry = jnp.zeros_like(x), zeros
+    return jax.lax.scan(add_block, carry, jnp.arange(mlp.blocks))[0]
+
+
+def _block_backward(
+    mlp: BlockedMLP, x: jax.Array, block: Weights, gradient: jax.Array
+) -> tuple[jax.Array, Weights]:
+    """Return a block's gradients of the input and, reduced, of its weights."""
+    _, differentiate = jax.vjp(partial(_output_of, mlp), x, block)
+    of_x, of_block = differentiate(gradient)
+    return of_x, _reduced(mlp, of_block)
 
 
 mlp_in_blocks.defvjp(_forward, _backward)

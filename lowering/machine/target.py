@@ -14,6 +14,7 @@ from lowering.machine.topology_check import (
     problem_of_slice,
 )
 
+TPU_LANES = 128  # elements in a row of a TPU's memory layout; arrays are padded to full rows
 _SIZE = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)  # of one dimension of a topology
 _SLICES = re.compile(r"([1-9][0-9]{0,3})x(?=[^0-9])", re.ASCII)  # before the name of a machine
 

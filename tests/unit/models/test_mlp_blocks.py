@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,8 @@ from graphtrain.cost_model.memory import largest, memory
 from graphtrain.models.activations import ACTIVATIONS
 from graphtrain.models.mlp_block_count import mlp_block_count
 from graphtrain.models.mlp_blocks import BlockedMLP, mlp_in_blocks
+from lowering.machine.target import Target
+from lowering.tracing.current_target import trace_for_target
 
 SEVEN = {"layers": 32, "embed": 4096, "heads": 32, "mlp": 11008, "vocab": 32000, "remat": "full"}
 EMBED, MLP = 16, 32
@@ -30,7 +34,8 @@ def plain(names, activate, x, weights):
 
 @pytest.mark.parametrize("blocks", [2, 16])  # of which the forward pass has 1 and 4
 @pytest.mark.parametrize("names", [("gate", "up"), ("up",)], ids=len)
-def test_gradients_in_blocks_are_those_of_all_columns_at_once(blocks, names):
+@pytest.mark.parametrize("target", ["h100:8", "v5e:2x4"])  # blocks in a row, and in a loop
+def test_gradients_in_blocks_are_those_of_all_columns_at_once(blocks, names, target):
     random = np.random.default_rng(0)
     shapes = {name: (EMBED, MLP) for name in names} | {"down": (MLP, EMBED)}
     shapes |= {f"{name}_bias": (MLP,) for name in names}
@@ -41,13 +46,13 @@ def test_gradients_in_blocks_are_those_of_all_columns_at_once(blocks, names):
     x = random.normal(size=(2, 8, EMBED)).astype("float32")
     activate = ACTIVATIONS["swiglu" if len(names) == 2 else "gelu"]
     mlp = BlockedMLP(blocks, "mlp", names, activate)
-    got, want = (
-        jax.jit(jax.value_and_grad(lambda x, w, f=f: jnp.sin(f(x, w)).sum(), (0, 1)))(x, weights)
-        for f in (
-            lambda x, weights: mlp_in_blocks(mlp, x, weights),
-            lambda x, weights: plain(names, activate, x, weights),
+    with trace_for_target(Target.parse(target)):
+        got, want = (
+            jax.jit(jax.value_and_grad(lambda x, w, f=f: jnp.sin(f(x, w)).sum(), (0, 1)))(
+                x, weights
+            )
+            for f in (partial(mlp_in_blocks, mlp), partial(plain, names, activate))
         )
-    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=3e-5), got, want)
 
 
@@ -71,6 +76,7 @@ def test_wide_mlps_that_are_recomputed_have_as_many_blocks_as_are_wide():
     assert count() == 8
     assert count({"mlp": 5632}) == 4
     assert count({"mlp": 28672}) == 16
+    assert count(target="v5p:4x4x4") == 8
 
 
 @pytest.mark.parametrize(
@@ -80,7 +86,6 @@ def test_wide_mlps_that_are_recomputed_have_as_many_blocks_as_are_wide():
         {"model": {"remat": "dots"}},
         {"model": {"fused_gate_up": True}},
         {"target": "cpu:64"},
-        {"target": "v5p:4x4x4"},
         {"batch": Batch(global_batch_size=64, seq_len=512)},  # saves too little
         {"model": {"post_norm": True}},
         {"model": {"moe": MixtureOfExperts(experts=4)}},
