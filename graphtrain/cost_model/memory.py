@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import is_imported
 from graphtrain.cost_model.assessment import Memory
 from graphtrain.cost_model.head_memory import (
     cast_embedding,
@@ -55,7 +56,7 @@ def _memory_of_layers(program: ResolvedProgram, weights: Sequence[ShardedWeight]
     sizes = DeviceSizes.of(program)
     flash = step_uses_flash_kernel(program)
     activations = _saved_activations(program, sizes, flash)
-    gradients = _gradients(program, weights)
+    gradients = _gradients_at_layer(program, weights)
     pending_bytes = pending_head_gradient(program, sizes, weights)
     temporaries = sum(_at_layer(program, sizes, weights, flash).values()) + pending_bytes
     temporaries += _partial_sums(program, sizes)
@@ -204,6 +205,18 @@ def _gradients(program: ResolvedProgram, weights: Sequence[ShardedWeight]) -> fl
     return sums + 4 * newest
 
 
+def _gradients_at_layer(program: ResolvedProgram, weights: Sequence[ShardedWeight]) -> float:
+    """Return the bytes of gradients while the layers' backward pass runs.
+
+    On TPUs, the gradient of an embedding that is not the head follows it, if there are no sums.
+    """
+    is_later = program.target.platform == "tpu" and program.batch.microbatches == 1
+    embedding = [weight for weight in weights if weight.path == "embedding/tokens"]
+    if not is_later or program.model.tie_word_embeddings:
+        embedding = []
+    return _gradients(program, weights) - _one_gradient(program, embedding)
+
+
 def _one_gradient(program: ResolvedProgram, weights: Sequence[ShardedWeight]) -> float:
     """Return the bytes of one float32 gradient of each trained weight."""
     batch, mesh = program.batch, program.mesh
@@ -231,10 +244,13 @@ def _saved_per_layer(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) 
     tokens, inside = sizes.sequences * sizes.seq_residual, sizes.sequences * sizes.seq_in_block
     stream = tokens * model.embed * sizes.item_bytes
     hidden = inside * sizes.mlp * sizes.item_bytes * (2 if is_gated(model) else 1)
-    heads = inside * (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim * sizes.item_bytes
+    # Native models save the heads of a token side by side, without padding.
+    is_merged = model.remat == "dots" and not is_imported(program.settings.model)
+    head_dim = model.head_dim if is_merged else sizes.head_dim
+    heads = inside * (sizes.heads + 2 * sizes.kv_heads) * head_dim * sizes.item_bytes
     products = heads + hidden + 2 * stream
     if flash:
-        attention_output = inside * sizes.heads * (sizes.head_dim * sizes.item_bytes + 4)
+        attention_output = inside * sizes.heads * (head_dim * sizes.item_bytes + 4)
         return _saved_with_kernel(program, stream, hidden, heads, attention_output)
     scores = sizes.sequences * sizes.heads * sizes.seq_in_block * sizes.kv_positions * 4
     if program.target.platform == "cpu":  # computed again: models/blocked.py

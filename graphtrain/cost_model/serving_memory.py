@@ -14,6 +14,7 @@ from graphtrain.cost_model.served_sizes import ServedSizes, vocab_weights
 from graphtrain.models.flops import is_gated
 from graphtrain.models.grouped_matmul_support import step_computes_all_experts
 from graphtrain.models.matmul_support import converts_weights
+from lowering.machine.target import TPU_LANES
 
 # Float32 arrays of logits that exist at once: where a token is chosen, and where scores are.
 _CHOICE_LOGITS = {"cpu": 7, "cuda": 3, "rocm": 3}
@@ -24,7 +25,6 @@ _WORKSPACE = 4 << 20  # of cuBLAS
 _COPIED = 16 << 20  # XLA for GPUs copies weights for products of one row, up to about this size
 _VMEM = 128 << 20  # of a TPU; the compiler's peak counts what it keeps there
 _USED_VMEM = 0.75
-_LANES = 128  # elements in a row of a TPU's memory layout
 _CACHE_COPIES = {"decode": 1.75, "decode_one": 2.65}  # on a TPU, sizes of the cache
 
 
@@ -196,7 +196,7 @@ def _copies(model: ServedSizes, graph: str, rows: int) -> float:
     if platform == "tpu":
         in_vmem = _USED_VMEM * min(_VMEM, model.weights_bytes)
         # Heads that do not fill a row have no kernel, and the cache is copied to other layouts.
-        is_padded = (model.native.model.head_dim or 0) % _LANES > 0
+        is_padded = (model.native.model.head_dim or 0) % TPU_LANES > 0
         return max(_CACHE_COPIES.get(graph, 0.0) * kv_cache * is_padded, in_vmem)
     if platform not in ("cuda", "rocm"):
         return 0.0

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema.types import item_bytes
 from graphtrain.models.chunk_size import head_blocks, loss_chunk, parts_of_chunk
-from lowering.machine.target import Target
-
-_LANES = 128  # elements in a row of a TPU's memory layout
+from lowering.machine.target import TPU_LANES, Target
 
 
 @dataclass(frozen=True)
@@ -78,4 +76,4 @@ def _padded_head_dim(head_dim: int, target: Target) -> int:
     """Return head_dim with padding: TPUs pad the last dimension of an array to rows of 128."""
     if target.platform != "tpu":
         return head_dim
-    return -(-head_dim // _LANES) * _LANES
+    return -(-head_dim // TPU_LANES) * TPU_LANES

@@ -22,7 +22,7 @@ from graphtrain.models.projection import PROJECTION
 from lowering.tracing.constrain import constrain, draw_shard, mesh_axes_of, reshard
 from lowering.tracing.deferred_gradient import attach_reductions
 from lowering.tracing.recording import is_recording, record, scan_layers
-from lowering.tracing.weight_layout import keep_row_major
+from lowering.tracing.weight_layout import keep_stored_layout
 
 
 class Block(nnx.Module):
@@ -213,7 +213,7 @@ def apply_stack(
 
     def one_layer(x: jax.Array, layer: tuple[Any, ...]) -> tuple[jax.Array, LayerTerms]:
         parameters, key, row_is_layer, full = layer
-        y, terms = nnx.merge(block, _keep_row_major(attach_reductions(parameters)))(x, key, full)
+        y, terms = nnx.merge(block, _keep_layouts(attach_reductions(parameters)))(x, key, full)
         if row_is_layer is None:
             return y, terms
         return jnp.where(row_is_layer, y, x), jax.tree.map(
@@ -227,14 +227,14 @@ def apply_stack(
     return x, jax.tree.map(jnp.sum, terms)
 
 
-def _keep_row_major(parameters: Any) -> Any:
-    """Keep a layer's plain arrays in row-major layout; quantized and LoRA weights are unchanged."""
+def _keep_layouts(parameters: Any) -> Any:
+    """Keep the layouts of a layer's plain arrays; quantized and LoRA weights are unchanged."""
 
     def store(parameter: nnx.Variable) -> nnx.Variable:
         array = parameter.get_value()
         if not isinstance(array, jax.Array):
             return parameter
-        return parameter.replace(keep_row_major(array, parameter.get_metadata("axes")))
+        return parameter.replace(keep_stored_layout(array, parameter.get_metadata("axes")))
 
     return jax.tree.map(store, parameters, is_leaf=lambda node: isinstance(node, nnx.Variable))
 

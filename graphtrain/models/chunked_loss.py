@@ -42,6 +42,7 @@ from graphtrain.models.quantized_matmul import gradient_dot, parameter_dot
 from graphtrain.models.vocab_padding import mask_padding
 from lowering.tracing.constrain import constrain, shards_of
 from lowering.tracing.cpu_hints import materialize
+from lowering.tracing.tpu_hints import on_tpu
 
 _LOCAL_DIMENSIONS = (1, 3)  # dimensions that are local to a device: sequences and positions
 
@@ -135,6 +136,8 @@ def _over_chunks(
     if scored.blocks > 1:  # outside of a loop, XLA would gather float32
         head_used = keep_stored(head_used, scored.head_axes)
     head_used = constrain(head_used, *scored.head_axes)
+    if on_tpu():  # narrow shards are gathered through a float32 array, after which the sums begin
+        head_used, zero = jax.lax.optimization_barrier((head_used, zero))
     head_used = by_vocab_shard(head_used, *scored.head_axes)
     token_shards = tokens[0].shape[0], tokens[0].shape[2]
     sums = (filled(zero, token_shards, "batch", "seq"),) * 2

@@ -19,6 +19,7 @@ from lowering.tracing import source_lines
 from lowering.tracing.context import set_context_variable
 from lowering.tracing.cpu_hints import materialize
 from lowering.tracing.current_target import traced_target
+from lowering.tracing.tpu_hints import cast_where_used
 
 source_lines.report_callers(__file__)
 
@@ -74,7 +75,7 @@ def _product(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax
     compute_dtype = _computed_in(a, b)
     # Without HIGHEST, TPUs and GPUs would round float32 operands to fewer bits.
     precision = jax.lax.Precision.HIGHEST if compute_dtype == jnp.float32 else None
-    a, b = a.astype(compute_dtype), b.astype(compute_dtype)
+    a, b = cast_where_used(a, compute_dtype), cast_where_used(b, compute_dtype)
     accumulation_dtype = compute_dtype if dtype == compute_dtype and _rounds_sums() else jnp.float32
     sums = jnp.einsum(
         equation, a, b, precision=precision, preferred_element_type=accumulation_dtype

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from graphtrain.models.lora.layers import multiply, multiply_many
 from graphtrain.models.quantized_matmul import quantization_of
 from lowering.tracing import source_lines
+from lowering.tracing.tpu_hints import merge_heads
 
 source_lines.report_callers(__file__)
 
@@ -37,6 +38,6 @@ def project_many(
 
 
 def _finish(module: nnx.Module, name: str, product: jax.Array) -> jax.Array:
-    y = checkpoint_name(product, PROJECTION)
+    y = checkpoint_name(merge_heads(product), PROJECTION).reshape(product.shape)
     bias = getattr(module, f"{name}_bias", None)
     return y if bias is None else y + bias[...].astype(y.dtype)

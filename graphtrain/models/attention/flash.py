@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from graphtrain.models.attention.kernel_residuals import name_residuals
 from graphtrain.models.attention.kernel_support import BLOCK
 from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.attention.segment_mask import segment_ids
@@ -102,15 +103,13 @@ def tpu_kernel(scoring: ScoreTransform, window: int | None, interpret: bool = Fa
             attn_logits_soft_cap=scoring.cap,
             head_shards=1,
             q_seq_shards=1,
-            residual_checkpoint_name=PROJECTION,
             interpret=interpret,
         )
+        kernel = name_residuals(jax.vmap(splash_kernel))
         scaled = (query.astype(jnp.float32) * scoring.scale).astype(query.dtype)
         arrays = [x.swapaxes(1, 2) for x in (scaled, key, value)]
-        if documents is None:
-            return jax.vmap(splash_kernel)(*arrays).swapaxes(1, 2)
-        segments = splash.SegmentIds(documents, documents)
-        return jax.vmap(splash_kernel)(*arrays, segments).swapaxes(1, 2)
+        segments = None if documents is None else splash.SegmentIds(documents, documents)
+        return kernel(*arrays, segments).swapaxes(1, 2)
 
     return attend
 

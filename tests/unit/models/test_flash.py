@@ -1,5 +1,6 @@
 """The kernels of TPUs and cards, interpreted on a CPU, against attention in float64."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -18,6 +19,7 @@ from graphtrain.models.attention.kernel_support import (
 from graphtrain.models.attention.score_mods import ScoreTransform
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
+from lowering.tracing.current_target import trace_for_target
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 256, 2, 1, 64
 DOCUMENTS = np.repeat([[0, 1, 2], [0, 0, 1]], [100, 56, 100], axis=1).astype(np.int32)
@@ -27,6 +29,7 @@ CASES = {
     "tpu": (tpu_kernel, ScoreTransform(0.2, cap=2.0), 70),
     "gpu": (gpu_kernel, ScoreTransform(0.2), None),
 }
+TARGETS = {"tpu": Target.parse("v5e:2x4"), "gpu": Target.parse("h100:8")}
 
 
 def arrays() -> list[np.ndarray]:
@@ -56,15 +59,26 @@ def test_a_kernel_computes_attention_and_its_gradients(case, monkeypatch):
     make, scoring, window = CASES[case]
     kernel = make(scoring, window, interpret=True)
     given = [jnp.asarray(x, jnp.float32) for x in arrays()]
-    got, back = jax.vjp(lambda *three: kernel(*three, DOCUMENTS), *given)
-    incoming = np.cos(np.arange(got.size).reshape(got.shape))
-    gradients = back(jnp.asarray(incoming, jnp.float32))
+    with trace_for_target(TARGETS[case]):
+        got, back = jax.vjp(lambda q, k, v: kernel(q, k, v, DOCUMENTS), *given)
+        incoming = np.cos(np.arange(got.size).reshape(got.shape))
+        gradients = back(jnp.asarray(incoming, jnp.float32))
 
     with jax.enable_x64(True):
         wide = [jnp.asarray(x, jnp.float64) for x in arrays()]
-        want, back = jax.vjp(lambda *three: exact(*three, scoring, window), *wide)
+        want, back = jax.vjp(lambda q, k, v: exact(q, k, v, scoring, window), *wide)
         for one, other in zip((got, *gradients), (want, *back(jnp.asarray(incoming))), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+
+
+def test_the_tpu_kernel_saves_its_output_without_padded_heads():
+    kernel = tpu_kernel(ScoreTransform(0.2), None, interpret=True)
+    shapes = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays()]
+    with trace_for_target(TARGETS["tpu"]):
+        traced = str(jax.make_jaxpr(lambda *three: jax.vjp(kernel, *three)[0])(*shapes))
+    saved = re.findall(r":(\w+\[[\d,]+\]) = name\[name=projection\]", traced)
+    output, log_sum = f"bf16[2,{LENGTH},{HEADS * HEAD_DIM}]", f"f32[2,{HEADS},{LENGTH}]"
+    assert sorted(saved) == sorted([output, log_sum])
 
 
 @pytest.mark.parametrize(
