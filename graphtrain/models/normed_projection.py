@@ -16,6 +16,7 @@ import jax
 from flax import nnx
 
 from graphtrain.models.matmul import dot_many
+from lowering.tracing.constrain import constrain
 
 
 def project_normed(
@@ -63,6 +64,8 @@ def _forward(
     scales: nnx.State,
     weights: list[jax.Array],
 ) -> tuple[list[jax.Array], tuple[jax.Array, nnx.State, list[jax.Array]]]:
+    # Gathered for both passes; behind the barrier they would be gathered again.
+    scales = jax.tree.map(lambda scale: constrain(scale, "embed"), scales)
     return _products(equation, structure, x, scales, weights), (x, scales, weights)
 
 
