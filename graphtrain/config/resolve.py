@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from graphtrain.config.loss_positions import check_loss_chunk
 from graphtrain.config.phase_settings import without_phases
 from graphtrain.config.schema import (
     Adapter,
@@ -41,6 +42,8 @@ class ResolvedProgram:
     stages: Stages | None  # None without a pipeline
     phases: tuple[Phase, ...] = ()  # of a run, before the part with these settings
     tower: Tower | None = None  # of an estimate, beside the native model of a language model
+    stands_for_imported: bool = False  # of an estimate, whether the native model does
+    layers_outside: int = 0  # of an estimate, imported layers that are not in the stages
 
     @property
     def run_settings(self) -> Program:
@@ -75,7 +78,7 @@ class ResolvedProgram:
         """Return a program with other settings, but the same target, mesh and rules.
 
         Raises:
-            ShardingError: the layers or microbatches cannot be divided among the stages.
+            ShardingError: as resolve.
         """
         current = self.settings
         names = settings.target, settings.mesh, settings.rules
@@ -95,8 +98,8 @@ def resolve(
 
     Raises:
         LoweringError: the target is unknown.
-        ShardingError: the rules are unknown, the mesh does not fill the target, or the layers or
-            microbatches cannot be divided among the stages.
+        ShardingError: the rules are unknown, the mesh does not fill the target, the layers or
+            microbatches cannot be divided among the stages, or a pipeline cannot use loss.chunk.
     """
     target = Target.parse(program.target)
     mesh = MeshShape.resolve(asdict(program.mesh), target.devices)
@@ -111,7 +114,9 @@ def _stages(program: Program, mesh: MeshShape, rules: Rules) -> Stages | None:
     stages = mesh.axes.get("stage", 1)
     if stages == 1 or "stage" not in rules.activations.get("stages", ()):
         return None
-    return check_pipeline(program, stages)
+    divided = check_pipeline(program, stages)
+    check_loss_chunk(program, mesh, rules)
+    return divided
 
 
 def layer_rows(program: ResolvedProgram) -> tuple[int | None, ...]:

@@ -133,9 +133,9 @@ def _of_vocabulary(
     if scattered:
         yield over_vocab("all-gather", count=passes.heads, size=scored * item, dtype=dtype)
         yield over_vocab("all-gather", count=passes.embeddings, size=embedded * item, dtype=dtype)
-    # Maximum, sum of exponentials, and the target's logit, which is not computed again; each of the
-    # positions whose float32 logits exist at once.
-    sums = (3 + 2 * passes.recomputes_head) * passes.heads
+    # Maximum, sum of exponentials, and the target's logit, each of the positions whose float32
+    # logits exist at once.
+    sums = 3 * passes.heads
     scored_positions = passes.scored * sizes.seq_in_block
     parts = round(scored_positions / sizes.scored_positions) if sizes.in_chunks else 1
     size = 4 * sizes.sequences * scored_positions / parts

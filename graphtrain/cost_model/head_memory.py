@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema import is_imported
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.weights import ShardedWeight
+from graphtrain.models.head_gradient_support import reduces_head_first
 from sharding_rules.mesh import MeshShape
 
 
@@ -16,12 +16,14 @@ def pending_head_gradient(
 ) -> float:
     """Return the bytes that wait until the LM head's gradient is scattered.
 
-    It is scattered before the layers' backward pass where reduces_head_first, else during it. Until
+    It is scattered before the layers' backward pass where reduces_head_first says so, and in the
+    loop over microbatches with which GPipe and circular schedules end; else during that pass. Until
     then its unsharded sum waits if the loss is computed in chunks; otherwise, in GPU programs that
     gather the head, the bfloat16 gradient of the logits waits.
     """
-    head = _head(weights)
-    if reduces_head_first(program, head):
+    head = head_of(weights)
+    in_own_loop = program.mesh.axes.get("stage", 1) > 1 and program.pipeline.schedule != "1f1b"
+    if head.frozen or in_own_loop or reduces_head_first(program):
         return 0.0
     if sizes.in_chunks:
         return summed_head(weights, program.mesh) if set(head.optimizer) - set(head.in_use) else 0.0
@@ -31,23 +33,9 @@ def pending_head_gradient(
     return 2 * sizes.sequences * sizes.seq_in_block * sizes.vocab
 
 
-def reduces_head_first(program: ResolvedProgram, head: ShardedWeight) -> bool:
-    """Return whether nothing of the head's gradient waits for the layers' backward pass.
-
-    A frozen head has none. Others are reduced by models.head_gradient: in native models, except on
-    CPUs and in steps that are a shard_map (1F1B, gradients that are reduced once for each step).
-    """
-    is_one_forward = program.mesh.axes.get("stage", 1) > 1 and program.pipeline.schedule == "1f1b"
-    is_per_step = program.batch.microbatches > 1 and program.batch.gradient_reduction == "per_step"
-    in_shard_map = is_one_forward or is_per_step
-    if is_imported(program.model):
-        return False
-    return head.frozen or not (in_shard_map or program.target.platform == "cpu")
-
-
 def summed_head(weights: Sequence[ShardedWeight], mesh: MeshShape) -> float:
     """Return the bytes of the LM head's gradient that chunks sum: float32, unsharded over embed."""
-    head = _head(weights)
+    head = head_of(weights)
     return 0.0 if head.frozen else 4 * head.used_of_a_layer(mesh)
 
 
@@ -72,14 +60,14 @@ def logits_of_one_chunk(
     That is the gathered head with the float32 logits of a part, then two blocks of the head's
     gradient, in float32.
     """
-    gathered = sizes.item_bytes * _head(weights).used_of_a_layer(mesh)
+    gathered = sizes.item_bytes * head_of(weights).used_of_a_layer(mesh)
     of_part = 4 * sizes.scored_positions * sizes.sequences * sizes.vocab
     of_blocks = 2 * summed_head(weights, mesh) / sizes.head_blocks
     logits = sizes.item_bytes * sizes.logit_positions * sizes.sequences * sizes.vocab
     return logits + max(gathered + of_part, of_blocks)
 
 
-def _head(weights: Sequence[ShardedWeight]) -> ShardedWeight:
+def head_of(weights: Sequence[ShardedWeight]) -> ShardedWeight:
     """Return the LM head's weights, which are the embedding's if tied."""
     by_path = {weight.path: weight for weight in weights}
     return by_path.get("head") or by_path["embedding/tokens"]

@@ -15,16 +15,22 @@ from graphtrain.cost_model.head_memory import (
     summed_head,
 )
 from graphtrain.cost_model.mixture_memory import ExpertSizes
+from graphtrain.cost_model.pipeline_memory import (
+    LayerWork,
+    logits_of_stage,
+    saved_in_stage,
+    stage_peak,
+)
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.tower import tower_program
 from graphtrain.cost_model.tower_memory import with_projection, with_tower
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.flops import is_gated
+from graphtrain.models.in_place_gradients import adds_in_place
 from graphtrain.models.mlp_block_count import BLOCK_ARRAYS, mlp_block_count
 from sharding_rules.arrays import Role
 from sharding_rules.mesh import MeshShape
-from sharding_rules.pipeline import stored_stage_inputs
 
 # Partial sums that exist at once; fitted to programs for h100:64, b200:64 and v5p:4x4x4.
 _PARTIAL_SUMS = 3
@@ -63,9 +69,12 @@ def _memory_of_layers(program: ResolvedProgram, weights: Sequence[ShardedWeight]
     if flash and mesh.axes.get("stage", 1) == 1:
         phases = (gradients, temporaries), _at_logits(program, weights, sizes)
         gradients, temporaries = max(phases, key=sum)
+    elif flash and program.target.platform == "cuda":
+        work = LayerWork(_layer_in_stage(program, sizes), _partial_sums(program, sizes))
+        gradients, activations, temporaries = stage_peak(program, weights, sizes, work, activations)
     else:
         gathered_bytes = _gathered(weights, mesh) + pending_bytes
-        temporaries = max(temporaries, _logits_of_stages(program, sizes) + gathered_bytes)
+        temporaries = max(temporaries, _logits_of(program, sizes) + gathered_bytes)
     frozen = sum(weight.parameter_bytes for weight in weights if weight.frozen)
     parameters = sum(weight.parameter_bytes for weight in weights) - frozen
     moments = sum(weight.moment_bytes for weight in weights)
@@ -112,7 +121,7 @@ def largest(program: ResolvedProgram, count: int = 5) -> dict[str, int]:
     if flash and program.mesh.axes.get("stage", 1) == 1:
         logits = _at_logits(program, weights, sizes)[1]
     else:
-        logits = _logits_of_stages(program, sizes)
+        logits = _logits_of(program, sizes)
     bytes_by_name = {
         f"activations that {sizes.layers:g} layers save for the backward pass": activations,
         "logits and their gradient": logits,
@@ -143,60 +152,45 @@ def _saved_activations(program: ResolvedProgram, sizes: DeviceSizes, flash: bool
 
     A pipeline stage saves the input of every tick (1F1B: those that wait, and that of the tick) and
     recomputes one chunk at a time; a stage that is not recomputed saves the activations of all
-    chunks. Dense layers before a mixture run through all microbatches of a stage before its first
-    tick, and through their backward pass after the last.
+    chunks. Layers in front of the stages, such as dense layers before a mixture, run through all
+    microbatches of a stage before its first tick, and through their backward pass after the last.
     """
     layer, stages = _saved_by_block(program, sizes, flash), program.mesh.axes.get("stage", 1)
     in_dense_layers = _saved_in_dense_layers(program, sizes, flash)
     if stages == 1:
         return program.model.layers * layer + in_dense_layers
+    outside, rounds = program.layers_outside, program.pipeline.virtual_stages
     own_layers = sizes.layers * program.model.layers / program.model.depth
-    return in_dense_layers + _saved_in_stage(program, sizes, own_layers, layer)
+    own_layers -= -(-outside // rounds) * rounds  # with_padding_layers has as many for each chunk
+    in_front = outside * _embedded_microbatches(program) * layer
+    return in_dense_layers + in_front + saved_in_stage(program, sizes, own_layers, layer)
+
+
+def _embedded_microbatches(program: ResolvedProgram) -> float:
+    """Return the number of microbatches that a device embeds at once."""
+    stages = program.mesh.axes.get("stage", 1)
+    return program.batch.microbatches / stages if stages > 1 else 1
 
 
 def _saved_in_dense_layers(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) -> float:
     """Return the bytes that dense layers save, of all microbatches that a stage embeds."""
-    stages = program.mesh.axes.get("stage", 1)
-    embedded = program.batch.microbatches / stages if stages > 1 else 1
     one = _saved_per_layer(program, replace(sizes, mlp=sizes.dense_mlp), flash)
-    return program.model.dense_layers * embedded * one
-
-
-def _saved_in_stage(
-    program: ResolvedProgram, sizes: DeviceSizes, layers: float, layer: float
-) -> float:
-    """Return the bytes that a stage saves in its ticks, with `layer` bytes for each layer."""
-    stages = program.mesh.axes["stage"]
-    schedule, rounds = program.pipeline.schedule, program.pipeline.virtual_stages
-    stream = _stage_input(program, sizes)
-    ticks = program.batch.microbatches * rounds + stages - 1
-    chunk = layers / rounds
-    if schedule == "1f1b":
-        stored = stored_stage_inputs(schedule, stages, rounds, program.batch.microbatches)
-        return (stored + 1) * stream + chunk * layer
-    if not program.pipeline.recomputes_stages(program.model.remat):
-        return ticks * chunk * layer
-    return ticks * stream + chunk * layer
-
-
-def _stage_input(program: ResolvedProgram, sizes: DeviceSizes) -> float:
-    """Return the bytes of the residual stream of a microbatch, which a stage passes on."""
-    return sizes.sequences * sizes.seq_residual * program.model.embed * sizes.item_bytes
+    return program.model.dense_layers * _embedded_microbatches(program) * one
 
 
 def _gradients(program: ResolvedProgram, weights: Sequence[ShardedWeight]) -> float:
     """Return the bytes of float32 gradients.
 
     During gradient accumulation these are the sums, to which layers of the native model add in
-    place. With per_step reduction, and in imported models (whose loss has no chunks), the newest
-    gradients of the layers exist beside them. XLA shards the sums as the moments are, where each
-    microbatch's gradients are reduced.
+    place. With per_step reduction, adapters, and in imported models, the newest gradients of the
+    layers exist beside them. XLA shards the sums as the moments are, where each microbatch's
+    gradients are reduced.
     """
     sums, mesh, batch = _one_gradient(program, weights), program.mesh, program.batch
     if mesh.axes.get("stage", 1) > 1 or batch.microbatches == 1:
         return sums
     is_per_step = batch.gradient_reduction == "per_step"
-    if not is_per_step and program.loss.chunk != "none":
+    if not is_per_step and adds_in_place(program):
         return sums
     role: Role = "gradient" if is_per_step else "optimizer"
     newest = sum(
@@ -376,6 +370,14 @@ def _layer_in_blocks(
     return max(of_mlp + (2 + 4) * in_mlp / blocks, of_attention + 2 * (in_attention - in_output))
 
 
+def _layer_in_stage(program: ResolvedProgram, sizes: DeviceSizes) -> float:
+    """Return the bytes of the current layer's hidden values in a GPU's pipeline stage."""
+    if program.model.moe is not None or program.model.remat != "full":
+        return _current_layer(program, sizes, flash=True)
+    inside = sizes.sequences * sizes.seq_in_block * sizes.item_bytes
+    return inside * sizes.mlp * (6 if is_gated(program.model) else 3)
+
+
 def _partial_sums(program: ResolvedProgram, sizes: DeviceSizes) -> float:
     """Return the bytes of partial sums between devices that shard heads or the MLP.
 
@@ -393,27 +395,16 @@ def _partial_sums(program: ResolvedProgram, sizes: DeviceSizes) -> float:
     return arrays * stream
 
 
-def _logits_of_stages(program: ResolvedProgram, sizes: DeviceSizes) -> float:
-    """Return the bytes of a pipeline's logits and their rounded gradient.
-
-    1F1B shards them over the stages by position. Chunks sum the gradient of the LM head, beside
-    that of earlier microbatches.
-    """
-    if (stages := program.mesh.axes.get("stage", 1)) == 1:
-        return _logits(sizes)
-    total_bytes = _rounded_logits(sizes)
-    is_divided = program.pipeline.schedule == "1f1b" and not sizes.in_chunks
-    return total_bytes / stages if is_divided else total_bytes
-
-
 def _rounded_logits(sizes: DeviceSizes) -> float:
     """Return the bytes of float32 logits, and of their gradient in the model's dtype."""
     positions = 4 * sizes.scored_positions + sizes.item_bytes * sizes.logit_positions
     return positions * sizes.sequences * sizes.vocab
 
 
-def _logits(sizes: DeviceSizes) -> float:
-    """Return the bytes of logits and their gradient, in float32."""
+def _logits_of(program: ResolvedProgram, sizes: DeviceSizes) -> float:
+    """Return the bytes of logits and their gradient: in float32, or rounded in a pipeline."""
+    if program.mesh.axes.get("stage", 1) > 1:
+        return logits_of_stage(program, sizes)
     return 2 * 4 * sizes.sequences * sizes.logit_positions * sizes.vocab
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import is_imported
 from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.cost_model.tower import tower_of
 
@@ -19,7 +20,8 @@ def with_padding_layers(program: ResolvedProgram) -> ResolvedProgram:
     """
     given, tower = program.stages, program.tower or tower_of(program.settings)
     native = program.with_settings(with_native_model(program.settings))
-    program = replace(native, tower=tower)
+    stands_for_imported = program.stands_for_imported or is_imported(program.model)
+    program = replace(native, tower=tower, stands_for_imported=stands_for_imported)
     if program.stages is None or given is None:
         return program
     outside = program.model.layers - sum(given.layers)
@@ -29,4 +31,4 @@ def with_padding_layers(program: ResolvedProgram) -> ResolvedProgram:
         model=replace(program.model, layers=len(given.rows) + copies),
         pipeline=replace(program.pipeline, layers_per_stage=None),
     )
-    return program.with_settings(padded)
+    return replace(program.with_settings(padded), layers_outside=program.layers_outside + outside)

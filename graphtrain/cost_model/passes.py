@@ -25,7 +25,6 @@ class Passes:
     ticks: int = 0  # of a pipeline, in one direction; 0 without
     recomputes_stage: bool = False  # the backward pass begins with a forward pass of the stage
     recomputes_layers: bool = False  # that pass includes the output of each layer
-    recomputes_head: bool = False
 
     @classmethod
     def of(cls, program: ResolvedProgram) -> Passes:
@@ -48,5 +47,4 @@ class Passes:
             ticks=ticks,
             recomputes_stage=again,
             recomputes_layers=again and stages.rows_per_chunk > 1,
-            recomputes_head=not at_once,
         )

@@ -76,8 +76,9 @@ def _uses(program: ResolvedProgram, weight: ShardedWeight) -> int:
         return passes.heads
     uses = passes.heads if of_reference else uses_ahead(program, weight)
     if not weight.path.startswith("embedding"):
-        return uses + _uses_of_head(passes, on_gpu)
-    return uses + passes.embeddings + is_tied(program, weight) * _uses_of_head(passes, on_gpu)
+        return uses + _uses_of_head(program, passes, on_gpu)
+    tied = is_tied(program, weight) * _uses_of_head(program, passes, on_gpu)
+    return uses + passes.embeddings + tied
 
 
 def _uses_in_a_layer(program: ResolvedProgram, weight: ShardedWeight, passes: Passes) -> int:
@@ -92,17 +93,15 @@ def _uses_in_a_layer(program: ResolvedProgram, weight: ShardedWeight, passes: Pa
     return uses + again
 
 
-def _uses_of_head(passes: Passes, on_gpu: bool) -> int:
+def _uses_of_head(program: ResolvedProgram, passes: Passes, on_gpu: bool) -> int:
     """Return how often a step gathers the LM head.
 
-    A pipeline's loop over microbatches uses it once forward and, as it computes the logits again,
-    twice backward. XLA for CPUs moves the first gather out of that loop, and all of 1F1B's.
+    The loop over microbatches with which GPipe and circular schedules end gathers it in each, on
+    GPUs once. XLA for CPUs moves the gathers out of that loop, and all of 1F1B's.
     """
-    if not passes.ticks:
-        return passes.heads * (1 if on_gpu else 2)
-    if not passes.recomputes_head:
+    if passes.ticks and (program.pipeline.schedule == "1f1b" or not on_gpu):
         return 2
-    return 2 * passes.heads + (not on_gpu)
+    return passes.heads * (1 if on_gpu else 2)
 
 
 def _updated(program: ResolvedProgram, weight: ShardedWeight, layers: int) -> Iterator[Collective]:

@@ -53,6 +53,8 @@ from graphtrain.models.attention.ring_order import to_ring_order
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.batch_images import with_images
 from graphtrain.models.compute_dtype import check_compute_dtype
+from graphtrain.models.head_gradient import use_head_first
+from graphtrain.models.head_gradient_support import reduces_head_first
 from graphtrain.models.lora.trainable import LORA_A
 from graphtrain.models.loss import dpo_loss
 from graphtrain.models.mlp_block_count import mlp_block_count
@@ -278,7 +280,8 @@ def accumulate_gradients(
         frozen: Frozen weights, if any.
     """
     blocks = use_mlp_blocks(mlp_block_count(program))
-    with quantize_products(program.settings.precision), blocks:
+    head_first = use_head_first(reduces_head_first(program))
+    with quantize_products(program.settings.precision), blocks, head_first:
         gradients, metrics = _scaled_gradients(program, state, batch, frozen)
     return unscaled(gradients, loss_scale(program, state)), metrics
 

@@ -12,27 +12,56 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema import is_imported
+from graphtrain.graphs.weight_specs import trained_specs
+from graphtrain.models.in_place_gradients import adds_in_place
 from graphtrain.models.shapes import STACKS
 from lowering.tracing.constrain import constrain_tree
 from lowering.tracing.summed_gradient import GradientStack, SummedGradient
 from lowering.trees import Tree, flatten, unflatten
-from sharding_rules.arrays import Role
+from sharding_rules.arrays import ArraySpec, Role
 
 
 def written_in_place(program: ResolvedProgram, specs: Tree) -> frozenset[str]:
     """Return the paths of parameters whose gradients layers write in place: stacked ones, in scans.
 
-    Vectors are left out: they are small, and those of all layers are reduced at once. LoRA's
-    factors are small, and imported models stack their layers while they are traced.
+    Vectors are left out: they are small, and those of all layers are reduced at once.
     """
-    if is_imported(program.model) or program.adapter is not None:
+    if not adds_in_place(program):
         return frozenset()
     return frozenset(
         path
         for path, spec in flatten(specs).items()
         if path.split("/")[0] in STACKS and len(spec.shape) > 2
     )
+
+
+def gradients_in_place(
+    program: ResolvedProgram, *, has_chunks: bool
+) -> dict[str, dict[str, ArraySpec]]:
+    """Return the arrays of a pipeline's parts whose gradients are added in place, by path.
+
+    They are the matrices of the stages' layers and, if the loss is computed in chunks, the LM head.
+
+    Args:
+        program: Settings.
+        has_chunks: Whether the loss is computed in chunks.
+    """
+    if not adds_in_place(program):
+        return {}
+    specs = flatten(trained_specs(program))
+    layers = {
+        path: spec
+        for path, spec in specs.items()
+        if path.startswith("layers/") and len(spec.shape) - _leading_axes(spec) > 1
+    }
+    path = "embedding/tokens" if program.model.tie_word_embeddings else "head"
+    head = {path: specs[path]} if has_chunks and not program.model.unit_norm_head else {}
+    return {"stages": layers, "last": head}
+
+
+def _leading_axes(spec: ArraySpec) -> int:
+    """Return the number of axes of layers in stages."""
+    return sum(axis in ("virtual_stages", "layers") for axis in spec.axes)
 
 
 @dataclass(frozen=True)
@@ -95,7 +124,10 @@ class GradientSums:
         def objective_of(inputs: dict[str, jax.Array]) -> tuple[jax.Array, Tree]:
             stacked = {
                 path: SummedGradient(
-                    parameters[path], inputs[path], GradientStack(specs[path], self.role, has_sums)
+                    parameters[path],
+                    inputs[path],
+                    None,
+                    GradientStack(specs[path], self.role, has_sums),
                 )
                 for path in self.in_place
             }

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.graphs.gradient_sums import gradients_in_place
 from graphtrain.graphs.loss_scale import loss_scale, scaled
 from graphtrain.graphs.objectives import loss_head
 from graphtrain.graphs.open_model import open_language_model
@@ -181,4 +182,5 @@ def _of_policy(
     model = open_language_model(program.model)
     model_keys = keys if model.has_dropout else None
     pipeline = model.pipeline(stages, score, model_keys, term_weight, tokens, score_head)
-    return with_adapter(pipeline, program, stages, keys)
+    in_place = gradients_in_place(program, has_chunks=score_head is not None)
+    return with_adapter(replace(pipeline, in_place=in_place), program, stages, keys)

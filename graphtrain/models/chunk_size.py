@@ -16,11 +16,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from graphtrain.config.loss_positions import (
+    check_loss_chunk,
+    has_two_losses_in_stages,
+    loss_positions,
+)
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema.types import item_bytes
 from graphtrain.models.flops import step_flops_per_token
 from sharding_rules.arrays import ArraySpec
-from sharding_rules.errors import ShardingError
 from sharding_rules.plan import make_layout
 
 # A chunk reads and writes a float32 for each weight of the head. Chunks are long enough for this to
@@ -94,35 +98,26 @@ def loss_chunk(program: ResolvedProgram) -> int | None:
         program: settings; the model is native, as others have no separate LM head.
 
     Raises:
-        ShardingError: as check_chunk, or a number in a pipeline with multi-token prediction.
+        ShardingError: as check_loss_chunk.
     """
     setting, rules, mesh = program.loss.chunk, program.rules, program.mesh
     if setting == "none":
         return None
-    positions = program.batch.seq_len // mesh.size(rules.activations.get("seq", ()))
-    stages = mesh.axes.get("stage", 1) if program.pipeline.schedule == "1f1b" else 1
-    positions //= stages  # 1F1B splits the positions of a loss over its stages
-    model, batch, target = program.model, program.batch, program.target
-    has_two_losses = model.mtp_loss_weight is not None and mesh.axes.get("stage", 1) > 1
+    check_loss_chunk(program.settings, mesh, rules)
     if setting != "auto":
-        if has_two_losses:
-            raise ShardingError(
-                "loss.chunk is not supported with a pipeline and program.model.mtp_loss_weight; "
-                "remove one of them, or set mesh.stage = 1"
-            )
-        check_chunk(setting, positions, stages)
         return setting
+    model, batch, target = program.model, program.batch, program.target
     if (
         not (target.is_gpu or target.platform == "tpu")
         or program.loss.kind != "cross_entropy"
         or program.loss.custom is not None
-        or has_two_losses
+        or has_two_losses_in_stages(program.settings, mesh)
     ):
         return None
     vocab_shards = mesh.size(rules.activations.get("vocab", ()))
     logits = Logits(
         sequences=batch.microbatch_rows // mesh.size(rules.activations.get("batch", ())),
-        positions=positions,
+        positions=loss_positions(program.settings, mesh, rules)[0],
         vocab=model.vocab // vocab_shards,
         embed=model.embed,
         item=item_bytes(model.dtype),
@@ -177,28 +172,6 @@ def _blocks_of(vocab: int) -> int:
     while vocab % (count * _COLUMNS_MULTIPLE) and count > 1:
         count //= 2
     return count
-
-
-def check_chunk(chunk: int, positions: int, stages: int = 1) -> None:
-    """Raise if a chunk does not divide the positions of a sequence on one device.
-
-    Args:
-        chunk: Positions of a chunk.
-        positions: Positions of a sequence on one device.
-        stages: Number of pipeline stages that the positions are split over.
-
-    Raises:
-        ShardingError: the message says what to change.
-    """
-    if positions % chunk:
-        split, cause = "", "the rules that shard seq"
-        if stages > 1:
-            split = f", which 1f1b splits over mesh.stage = {stages}"
-            cause = 'mesh.stage, or set pipeline.schedule = "circular"'
-        raise ShardingError(
-            f"loss.chunk = {chunk} does not divide the {positions} positions of a sequence on one "
-            f"device{split}; change loss.chunk, batch.seq_len, or {cause}"
-        )
 
 
 def parts_of_chunk(sequences: float, positions: int, vocab_shards: int = 1) -> int:

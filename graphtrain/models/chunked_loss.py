@@ -25,8 +25,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from graphtrain.config.loss_positions import check_chunk
 from graphtrain.models.attention.score_mods import soft_cap
-from graphtrain.models.chunk_size import check_chunk, parts_of_chunk
+from graphtrain.models.chunk_size import parts_of_chunk
 from graphtrain.models.head_gradient import gradient_in_blocks, keep_stored
 from graphtrain.models.loss import one_hot_mask, target_scores
 from graphtrain.models.loss_shards import (
@@ -42,6 +43,7 @@ from graphtrain.models.quantized_matmul import gradient_dot, parameter_dot
 from graphtrain.models.vocab_padding import mask_padding
 from lowering.tracing.constrain import constrain, shards_of
 from lowering.tracing.cpu_hints import materialize
+from lowering.tracing.summed_gradient import SummedGradient
 from lowering.tracing.tpu_hints import on_tpu
 
 _LOCAL_DIMENSIONS = (1, 3)  # dimensions that are local to a device: sequences and positions
@@ -69,9 +71,12 @@ class LossHead:
         return "kve" if self.tied else "ekv"
 
 
+Head = jax.Array | SummedGradient
+
+
 @jax.named_scope("loss")
 def chunked_cross_entropy(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, scored: LossHead
+    hidden: jax.Array, head: Head, targets: jax.Array, weights: jax.Array, scored: LossHead
 ) -> tuple[jax.Array, jax.Array]:
     """Return the weighted sums of the objective and of -log p(target), in float32.
 
@@ -79,7 +84,8 @@ def chunked_cross_entropy(
 
     Args:
         hidden: Hidden states (batch, seq, embed).
-        head: Weights of the LM head.
+        head: Weights of the LM head. With SummedGradient, the objective must be a term of what is
+            differentiated (a cotangent of 1), or else the sums become NaN.
         targets: int32 (batch, seq).
         weights: float32 (batch, seq); 0 masks a target.
         scored: Settings.
@@ -87,30 +93,34 @@ def chunked_cross_entropy(
     Raises:
         ShardingError: as check_chunk.
     """
-    losses: Any = _losses(scored, hidden, head, targets, weights)
+    if isinstance(head, SummedGradient):
+        arrays = hidden, head.weights, head.sums
+    else:
+        arrays = hidden, head, None
+    losses: Any = _losses(scored, *arrays, targets, weights)
     value, loss = losses
     return value, jax.lax.stop_gradient(loss)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _losses(scored: LossHead, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _losses(scored: LossHead, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     return _over_chunks(scored, *arrays, differentiate=False)[0]
 
 
-def _losses_forward(scored: LossHead, *arrays: jax.Array) -> Any:
-    return _over_chunks(scored, *arrays, differentiate=True)
+def _losses_forward(scored: LossHead, *arrays: jax.Array | None) -> Any:
+    losses, (of_hidden, of_head) = _over_chunks(scored, *arrays, differentiate=True)
+    is_sum = arrays[2] is not None
+    return losses, (of_hidden, None, of_head) if is_sum else (of_hidden, of_head, None)
 
 
-def _losses_backward(
-    scored: LossHead, gradients: Any, cotangents: tuple[jax.Array, jax.Array]
-) -> Any:
-    grad_hidden, grad_head = gradients
-    return (
-        (grad_hidden * cotangents[0]).astype(grad_hidden.dtype),
-        grad_head * cotangents[0],
-        None,
-        None,
-    )
+def _losses_backward(scored: LossHead, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
+    of_hidden, of_head, new_sums = saved
+    factor = cotangents[0]
+    if new_sums is None:
+        of_head = of_head * factor
+    else:  # the earlier gradients in it must not be multiplied
+        new_sums = jnp.where(factor == 1, new_sums, jnp.nan)
+    return (of_hidden * factor).astype(of_hidden.dtype), of_head, new_sums, None, None
 
 
 _losses.defvjp(_losses_forward, _losses_backward)
@@ -118,13 +128,18 @@ _losses.defvjp(_losses_forward, _losses_backward)
 
 def _over_chunks(
     scored: LossHead,
-    hidden: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
+    hidden: Any,
+    head: Any,
+    earlier: jax.Array | None,
+    targets: Any,
+    weights: Any,
+    *,
     differentiate: bool,
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array] | None]:
-    """Return both losses, and the gradients of the first for hidden states and head."""
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    """Return both losses, and the gradients of the first for hidden states and head, if wanted.
+
+    The gradient of the head is added to `earlier` ones, if there are any.
+    """
     # A zero that depends on the hidden states: XLA would fill arrays with zeros that depend on
     # nothing before the forward pass, where they exist beside the arrays of a layer.
     hidden, zero = jax.lax.optimization_barrier((hidden, jnp.zeros(())))
@@ -144,7 +159,10 @@ def _over_chunks(
     gradients = None
     if differentiate and scored.blocks == 1:
         shape = *token_shards, *head.shape
-        grad_head = filled(zero, shape, "batch", "seq", *scored.head_axes)
+        if earlier is not None and token_shards == (1, 1):
+            grad_head, earlier = earlier.reshape(shape), None
+        else:
+            grad_head = filled(zero, shape, "batch", "seq", *scored.head_axes)
         gradients = tokens[0], grad_head  # each chunk's gradient replaces its hidden states
     parts = parts_of_chunk(tokens[0].shape[1], scored.chunk, shards_of("vocab"))
     grad_scores = None
@@ -183,9 +201,12 @@ def _over_chunks(
     if gradients is None:
         return (value, loss), None
     grad_hidden, grad_head = gradients
+    of_head = sum_token_shards(grad_head, scored.head_axes).astype(head.dtype)
+    if earlier is not None:
+        of_head += earlier
     return (value, loss), (
         sum_vocab_shards(grad_hidden, hidden.shape),
-        sum_token_shards(grad_head, scored.head_axes).astype(head.dtype),
+        of_head,
     )
 
 

@@ -235,7 +235,7 @@ class Decoder(nnx.Module):
     def head_weights(self) -> jax.Array:
         """Return the LM head's weights (embed, vocab); if tied to the embedding, (vocab, embed)."""
         tied = self.model.tie_word_embeddings
-        head = self.embedding.tokens[...] if tied else self.head.get_value()
+        head = self.embedding.tokens.get_value() if tied else self.head.get_value()
         return _unit_length(head, axis=1 if tied else 0) if self.model.unit_norm_head else head
 
 

@@ -9,6 +9,8 @@ reduces it in blocks of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -16,15 +18,25 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.models.loss_shards import sum_token_shards
-from lowering.tracing.constrain import constrain_tree, in_shard_map
-from lowering.tracing.cpu_hints import on_cpu
+from lowering.tracing.constrain import constrain_tree
+from lowering.tracing.context import set_context_variable
 from sharding_rules.arrays import ArraySpec
+
+_is_first: ContextVar[bool] = ContextVar("head_first", default=False)
+
+
+def use_head_first(first: bool) -> AbstractContextManager[Any]:
+    """Reduce the gradient of the head first in the models that are traced inside, or not.
+
+    `head_gradient_support.reduces_head_first` decides it for a program.
+    """
+    return set_context_variable(_is_first, first)
 
 
 def reduce_head_first(hidden: jax.Array, head: Any, axes: tuple[str, str]) -> tuple[jax.Array, Any]:
     """Return both unchanged; the gradient of `hidden` waits until that of `head` is reduced.
 
-    Not done on CPUs, inside a shard_map, and for a head that is quantized or has LoRA factors.
+    Only inside `use_head_first`, and not for a head that is quantized or has LoRA factors.
     With several losses of one head, call this once, so that their gradients are reduced once.
 
     Args:
@@ -32,7 +44,7 @@ def reduce_head_first(hidden: jax.Array, head: Any, axes: tuple[str, str]) -> tu
         head: Weights.
         axes: Array axes of the weights.
     """
-    if on_cpu() or in_shard_map() or not isinstance(head, jax.Array):
+    if not _is_first.get() or not isinstance(head, jax.Array):
         return hidden, head
     return _paired(axes, hidden, head)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+from graphtrain.config.loss_positions import check_loss_chunk
 from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import Mesh, Model, PipelineSettings, Program, Remat
 from graphtrain.config.tower import Tower
@@ -15,7 +16,6 @@ from graphtrain.cost_model.tower import tower_program
 from graphtrain.cost_model.traffic import bubble_of, predict_collectives
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
-from graphtrain.models.chunk_size import loss_chunk
 from graphtrain.models.optimizer_support import check_optimizer
 from graphtrain.models.shapes import state_arrays
 from graphtrain.planning.candidate import Candidate
@@ -23,6 +23,7 @@ from lowering.errors import LoweringError
 from lowering.machine.target import Achieved, Target
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
+from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import make_plan
 from sharding_rules.rules import Rules
 
@@ -82,8 +83,14 @@ def _of_batch(
         for names in _rules(program, sizes):
             settings = replace(program, mesh=Mesh(**sizes), rules=names, batch=batch)
             for pipeline in _pipelines(sizes["stage"], program, choices):
-                resolved = resolve(replace(settings, pipeline=pipeline), load_rules)
-                resolved = replace(resolved, tower=choices.tower)
+                settings = replace(settings, pipeline=pipeline)
+                if not _chunk_divides(settings, MeshShape(sizes), load_rules(names)):
+                    continue  # but it may with another schedule: 1F1B divides the positions
+                resolved = replace(
+                    resolve(settings, load_rules),
+                    tower=choices.tower,
+                    stands_for_imported=choices.arrays is not None,
+                )
                 try:
                     weights = shard_weights(resolved)
                     if (tower := tower_program(resolved)) is not None:
@@ -95,8 +102,6 @@ def _of_batch(
                         make_plan(arrays, resolved.rules, resolved.mesh)
                 except (ShardingError, LoweringError):
                     break  # sizes do not divide or there is no kernel; the schedule is irrelevant
-                if not _chunk_divides(resolved):
-                    continue  # but it may with another schedule: 1F1B divides the positions
                 estimate = partial(_candidate, weights, attained, choices.capacity)
                 for variant in _variants(resolved, choices.remats):
                     yield (candidate := estimate(variant))
@@ -104,9 +109,9 @@ def _of_batch(
                         yield from map(estimate, _offloaded(variant))
 
 
-def _chunk_divides(program: ResolvedProgram) -> bool:
+def _chunk_divides(program: Program, mesh: MeshShape, rules: Rules) -> bool:
     try:
-        loss_chunk(program)
+        check_loss_chunk(program, mesh, rules)
     except ShardingError:
         return False
     return True

@@ -64,5 +64,6 @@ class TorchSearch:
         model = replace(self.program.model, remat=native_program.model.remat)
         adapter, loss = self.program.adapter, self.program.loss
         settings = replace(native_program.settings, model=model, adapter=adapter, loss=loss)
-        program = replace(native_program.with_settings(settings), tower=None)
+        resolved = native_program.with_settings(settings)
+        program = replace(resolved, tower=None, stands_for_imported=False)
         return replace(candidate, program=program)

@@ -15,11 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from lowering.pipeline.microbatch_queue import exchange_with_queue
+from lowering.pipeline.part_gradients import add_gradients, zero_gradients
 from lowering.pipeline.recorded import TickOrder
 from lowering.pipeline.ring import Ring, read_slot, replace_slot, zero_unless
 from lowering.pipeline.schedule import PartWeights, Pipeline, PipelineLoss, StageResult
 from lowering.pipeline.stored_inputs import StoredInputs
 from lowering.tracing.control_flow import compute_in_turn
+from lowering.tracing.cpu_hints import on_cpu
 from lowering.tracing.recording import Recorded, call_recording, zero_slots
 from lowering.trees import Tree
 from sharding_rules.pipeline import pass_of, slot_of
@@ -90,10 +92,10 @@ class DeviceWork:
 
         def compute(sums: Tree) -> tuple[jax.Array, Tree, Any]:
             weights = self.parameters["last"]
-            score, of_last, gradient, *recorded = _sharded_loss(
-                self.pipeline, self.ring, weights, y, shard
+            score, sums, gradient, *recorded = _sharded_loss(
+                self.pipeline, self.ring, weights, sums, y, shard
             )
-            return gradient, jax.tree.map(jnp.add, sums, of_last), (score, *recorded)
+            return gradient, sums, (score, *recorded)
 
         if self.rounds == 1:
             return compute(sums)
@@ -134,12 +136,19 @@ class DeviceWork:
             return (y, terms), metrics
 
         slots = _slots(self.pipeline, self._stage, rows, x, this)
-        (_, terms), back, _ = jax.vjp(differentiated, rows.trained, x, slots, has_aux=True)
+        sums = carry.gradients
+        (_, terms), back, _ = add_gradients(
+            differentiated,
+            self.pipeline.in_place.get("stages", {}),
+            rows.trained,
+            self._rows(sums["stages"], this),
+            x,
+            slots,
+            is_real=this.is_real,
+        )
         weight = jax.tree.map(lambda term: jnp.full_like(term, 1 / self.copies), terms)
         of_rows, of_x, recorded = back((gradient, weight))
-        of_rows = zero_unless(this.is_real, of_rows)
-        sums = carry.gradients
-        sums = {**sums, "stages": self._add_to_rows(sums["stages"], of_rows, this)}
+        sums = {**sums, "stages": self._with_rows(sums["stages"], of_rows, this)}
         returned = (*carry.returned[1:], ring.send_back(of_x))
         return carry._replace(returned=returned, stored=stored, gradients=sums), recorded
 
@@ -178,12 +187,11 @@ class DeviceWork:
             return stages
         return jax.tree.map(lambda array: read_slot(array, this.turn), stages)
 
-    def _add_to_rows(self, sums: Tree, of_rows: Tree, this: ChunkPass) -> Tree:
-        """Add gradients of a chunk's rows to those of all chunks."""
-        added = jax.tree.map(jnp.add, self._rows(sums, this), of_rows)
+    def _with_rows(self, stages: Tree, rows: Tree, this: ChunkPass) -> Tree:
+        """Return the arrays of all chunks with the rows of one replaced."""
         if self.rounds == 1:
-            return added
-        return jax.tree.map(lambda all, one: replace_slot(all, this.turn, one), sums, added)
+            return rows
+        return jax.tree.map(lambda all, one: replace_slot(all, this.turn, one), stages, rows)
 
 
 def device_gradients(
@@ -201,10 +209,7 @@ def device_gradients(
     ring, phases, x = work.ring, work.order.phases, jnp.zeros_like(queue[0])
     # With virtual stages, the queue moves one tick after a gradient has arrived.
     returned = (x,) if work.rounds == 1 else (x, x)
-    zeros = {
-        part: jax.tree.map(jnp.zeros_like, weights.trained)
-        for part, weights in work.parameters.items()
-    }
+    zeros = {part: zero_gradients(weights.trained) for part, weights in work.parameters.items()}
     carry = Carry(x, returned, queue, StoredInputs.empty(ring, work.rounds, x), zeros)
 
     early_ticks, ticks, late_ticks = phases.ticks
@@ -217,6 +222,10 @@ def device_gradients(
         carry, y, reports = work.forward(tick, work.exchange(tick, ticks, carry))
         sums = carry.gradients
         of_loss, of_last, scored = work.score(tick, y, sums["last"])
+        if not on_cpu():
+            # XLA would compute and reduce the gradient of the LM head after the layers' backward
+            # pass, in which its operands, or the unsharded gradient, would wait.
+            of_loss, of_last = lax.optimization_barrier((of_loss, of_last))
         carry = carry._replace(gradients={**sums, "last": of_last})
         carry, recorded = work.backward(tick, carry, of_loss)
         return carry, (reports, scored, recorded)
@@ -255,13 +264,19 @@ def _slots(pipeline: Pipeline, part: Any, *inputs: Any) -> Recorded:
 
 
 def _sharded_loss(
-    pipeline: Pipeline, ring: Ring, weights: PartWeights, y: jax.Array, shard: Tree
+    pipeline: Pipeline,
+    ring: Ring,
+    weights: PartWeights,
+    sums: Tree,
+    y: jax.Array,
+    shard: Tree,
 ) -> tuple[Any, Tree, jax.Array, Recorded, Recorded]:
     """Compute the loss on the last stage's output; each stage computes its shard of the positions.
 
     Returns:
-        This stage's terms of the loss and of the weight gradient, the complete gradient of y, this
-        stage's shard of the named activations, and the gradients with respect to them.
+        This stage's terms of the loss, the sums with this stage's terms of the weight gradient, the
+        complete gradient of y, this stage's shard of the named activations, and the gradients with
+        respect to them.
     """
     batch, length, *rest = y.shape
     y_shard = ring.spread(y.reshape(batch, length // ring.size, ring.size, *rest), 2)
@@ -273,9 +288,9 @@ def _sharded_loss(
         return score, (reported, recorded)
 
     slots = _slots(pipeline, pipeline.last, weights, y_shard, shard)
-    score, back, (reported, recorded) = jax.vjp(
-        objective, weights.trained, y_shard, slots, has_aux=True
+    score, back, (reported, recorded) = add_gradients(
+        objective, pipeline.in_place.get("last", {}), weights.trained, sums, y_shard, slots
     )
-    of_weights, y_shard_gradient, back_last = back(jnp.ones_like(score))
+    sums, y_shard_gradient, back_last = back(jnp.ones_like(score))
     gradient = ring.collect(y_shard_gradient, 2).reshape(y.shape)
-    return (score, reported), of_weights, gradient, recorded, back_last
+    return (score, reported), sums, gradient, recorded, back_last

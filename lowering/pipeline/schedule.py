@@ -29,15 +29,16 @@ gradient of an input is then summed over the manual axes absent from its spec, a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from lowering.pipeline.part_gradients import InPlace
 from lowering.pipeline.recorded import Wanted
 from lowering.pipeline.ring import Ring, read_slot
 from lowering.tracing.constrain import mesh_axes_of, placement
@@ -109,6 +110,8 @@ class Pipeline:
     # 1f1b.
     beside: Callable[[PartWeights, Tree], Tree] | None = None
     wanted: Wanted | None = None  # named activations that are returned; None: none
+    # By part: arrays to whose sums `stage` and `last` add their gradients. They get SummedGradient.
+    in_place: Mapping[str, InPlace] = field(default_factory=dict)
 
     def recorded(
         self, part: Callable[..., Any], slots: Recorded, *inputs: Any

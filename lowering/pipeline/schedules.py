@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from lowering.pipeline.block_scores import score_block
 from lowering.pipeline.microbatch_queue import exchange_with_queue
 from lowering.pipeline.recorded import (
     NOTHING_RECORDED,
@@ -123,13 +124,17 @@ def _forward(
     after = order.ticks
     _, queue = exchange(jnp.int32(after), range(after, after + 1), *carry)
 
+    # The result of a microbatch is put into the queue S exchanges after the microbatch left it.
+    results = jnp.roll(queue, -ring.size, axis=0)
+    if pipeline.wanted is None:
+        scores = score_block(pipeline, parameters["last"], results, block)
+        return pipeline.total(scores, of_stages, copies), (recorded, {})
+
     def score(item: tuple[jax.Array, Tree, Recorded]) -> tuple[tuple[jax.Array, Scalars], Recorded]:
         x, microbatch, slots = item
         return pipeline.recorded(pipeline.last, slots, parameters["last"], x, microbatch)
 
-    # The result of a microbatch is put into the queue S exchanges after the microbatch left it.
-    items = jnp.roll(queue, -ring.size, axis=0), block, slots[1]
-    scores, recorded_last = lax.map(jax.checkpoint(score), items)
+    scores, recorded_last = lax.map(jax.checkpoint(score), (results, block, slots[1]))
     return pipeline.total(scores, of_stages, copies), (recorded, recorded_last)
 
 

@@ -221,7 +221,8 @@ def scan_layers(
     scanned = (layers, slots)
     transformed = transform(recorded)
     carry, (results, values) = scan_summing_gradients(transformed, carry, scanned, unroll=unroll)
-    (count, *_) = {leaf.shape[0] for leaf in jax.tree.leaves(layers)}
+    # All but the scalar of a SummedGradient have a leading axis of layers.
+    (count, *_) = {leaf.shape[0] for leaf in jax.tree.leaves(layers) if leaf.ndim}
     for path, one in described.items():
         loop = name if one.layers is None else one.loop
         stacked = (count, *one.shape), (None, *one.axes), one.dtype, one.source, count, loop

@@ -37,17 +37,26 @@ class GradientStack:
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["weights", "sums"], meta_fields=["gradients"]
+    jax.tree_util.register_dataclass,
+    data_fields=["weights", "sums", "is_real"],
+    meta_fields=["gradients"],
 )
 class SummedGradient:
     """Stacked weights, and the sums of their gradients so far.
 
-    The cotangent of `sums` is their new value: `sums` plus the gradient of `weights`. `weights`
-    must not be differentiated themselves.
+    The cotangent of `sums` is their new value: `sums` plus the gradient of `weights`, which is
+    zero unless `is_real`. `weights` must not be differentiated themselves.
     """
 
-    def __init__(self, weights: jax.Array, sums: jax.Array, gradients: GradientStack):
-        self.weights, self.sums, self.gradients = weights, sums, gradients
+    def __init__(
+        self,
+        weights: jax.Array,
+        sums: jax.Array,
+        is_real: jax.Array | None,  # None: it is
+        gradients: GradientStack,
+    ):
+        self.weights, self.sums, self.is_real = weights, sums, is_real
+        self.gradients = gradients
 
 
 def scan_summing_gradients(
@@ -69,6 +78,7 @@ def scan_summing_gradients(
         return jax.lax.scan(body, carry, layers, unroll=unroll)
     stacks = {index: leaf.gradients for index, leaf in summed.items()}
     sums = {index: leaf.sums for index, leaf in summed.items()}
+    is_real = {index: leaf.is_real for index, leaf in summed.items()}
     arrays = [leaf.weights if _is_summed(leaf) else leaf for leaf in leaves]
 
     def one_layer(carries: Any, scanned: Any) -> tuple[Any, Any]:
@@ -77,7 +87,7 @@ def scan_summing_gradients(
         placed: list[Any] = [*arrays]
         new_sums: dict[str, Any] = {}
         for index, stack in stacks.items():
-            taken: Any = _row(stack, placed[int(index)], sums[index], row)
+            taken: Any = _row(stack, placed[int(index)], sums[index], row, is_real[index])
             placed[int(index)], new_sums[index] = taken
         carry, result = body(carry, jax.tree.unflatten(structure, placed))
         return (carry, new_sums), result
@@ -93,28 +103,40 @@ def _is_summed(leaf: Any) -> bool:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _row(
-    stack: GradientStack, weights: jax.Array, sums: jax.Array, row: jax.Array
+    stack: GradientStack,
+    weights: jax.Array,
+    sums: jax.Array,
+    row: jax.Array,
+    is_real: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return a layer's weights; in the backward pass, put their gradient into a row of the sums."""
     return weights, sums
 
 
 def _row_forward(
-    stack: GradientStack, weights: jax.Array, sums: jax.Array, row: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    return (weights, sums), row
+    stack: GradientStack,
+    weights: jax.Array,
+    sums: jax.Array,
+    row: jax.Array,
+    is_real: jax.Array | None,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]:
+    return (weights, sums), (row, is_real)
 
 
 def _row_backward(
-    stack: GradientStack, row: jax.Array, cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[None, jax.Array, None]:
-    gradient, sums = cotangents
+    stack: GradientStack,
+    saved: tuple[jax.Array, jax.Array | None],
+    cotangents: tuple[jax.Array, jax.Array],
+) -> tuple[None, jax.Array, None, None]:
+    (row, is_real), (gradient, sums) = saved, cotangents
+    if is_real is not None:
+        gradient = jnp.where(is_real, gradient, 0)
     gradient = stack.constrain(gradient)
     if stack.has_sums:
         # XLA would otherwise add unreduced gradients, to sums of their own, and reduce those last.
         gradient = jax.lax.optimization_barrier(gradient)
         gradient += jax.lax.dynamic_index_in_dim(sums, row, keepdims=False)
-    return None, jax.lax.dynamic_update_index_in_dim(sums, gradient, row, 0), None
+    return None, jax.lax.dynamic_update_index_in_dim(sums, gradient, row, 0), None, None
 
 
 _row.defvjp(_row_forward, _row_backward)

@@ -16,6 +16,9 @@ from graphtrain.config.schema import Adapter, Batch, Loss, Mesh, PipelineSetting
 from graphtrain.models.chunk_size import parts_of_chunk
 from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
 from lowering.hlo.collectives import Collective
+from lowering.pipeline import one_f_one_b_device
+from lowering.tracing.summed_gradient import GradientStack, SummedGradient
+from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
 
 LENGTH, CHUNK, VOCAB = 16, 4, 64
@@ -57,7 +60,8 @@ def test_a_tied_and_sharded_head_of_two_losses_has_the_gradients_of_all_logits()
 @pytest.mark.parametrize(
     ("schedule", "axis"), [("circular", "data"), ("1f1b", "data"), ("circular", "tensor")]
 )
-def test_a_pipeline_has_the_loss_and_gradients_of_all_logits(schedule, axis):
+def test_a_pipeline_has_the_loss_and_gradients_of_all_logits(schedule, axis, monkeypatch):
+    monkeypatch.setattr(one_f_one_b_device, "on_cpu", lambda: False)  # with the barrier of GPUs
     stages = {
         "target": "cpu:4",
         "mesh": Mesh(**{axis: 2, "stage": 2}),
@@ -152,6 +156,22 @@ def test_sums_and_gradients_are_those_of_float64(chunk, length, parts, blocks):
     found = jax.jit(jax.value_and_grad(got, (0, 1)))(jnp.float32(hidden), jnp.float32(head))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_the_gradient_of_the_head_is_added_to_earlier_ones(factor):
+    """It cannot be if the loss is multiplied: the earlier ones would be, too."""
+    scored = LossHead(chunk=2, tied=False, cap=None, z_loss=0.1)
+    hidden, head = jnp.linspace(-1, 1, 40).reshape(2, 4, 5), jnp.ones((5, 7)).cumsum(1) / 7
+    targets, weights, sums = jnp.ones((2, 4), jnp.int32), jnp.ones((2, 4)), jnp.full((5, 7), 3.0)
+    stack = GradientStack(ArraySpec((5, 7), ("embed", "vocab")), "optimizer", has_sums=True)
+
+    def loss(head):
+        return factor * chunked_cross_entropy(hidden, head, targets, weights, scored)[0]
+
+    added = jax.grad(lambda sums: loss(SummedGradient(head, sums, None, stack)))(sums)
+    expected = sums + jax.grad(loss)(head) if factor == 1 else np.full((5, 7), np.nan)
+    np.testing.assert_allclose(added, expected, rtol=1e-6)
 
 
 def test_a_chunk_divides_what_a_device_has_of_a_sequence():

@@ -8,7 +8,7 @@ from programs import LLAMA, alone, batch, loaded, placed_inputs, program, state_
 
 from graphtrain.config.schema import Batch, Loss, Mesh
 from graphtrain.graphs import build, objectives
-from graphtrain.models import chunked_loss, head_gradient
+from graphtrain.models import chunked_loss
 from lowering.trees import flatten
 
 
@@ -26,7 +26,7 @@ def test_gradients_equal_those_of_one_device(rules, monkeypatch):
     monkeypatch.setattr(build, "mlp_block_count", lambda program: 8)
     monkeypatch.setattr(objectives, "head_blocks", lambda program, chunk: 4)
     monkeypatch.setattr(chunked_loss, "parts_of_chunk", lambda *_: 2)
-    monkeypatch.setattr(head_gradient, "on_cpu", lambda: False)
+    monkeypatch.setattr(build, "reduces_head_first", lambda program: True)
     for path, got in gradients(of).items():
         np.testing.assert_allclose(got, want[path], rtol=1e-4, atol=1e-6, err_msg=path)
 

@@ -183,8 +183,9 @@ def test_reductions_over_a_sharded_vocabulary_make_chunks_longer():
     assert best_chunk(dataclasses.replace(logits, vocab_shards=4), 40 * GB) == 256
 
 
-def test_a_chunk_that_1f1b_splits_names_the_stages():
+def test_a_program_with_a_chunk_that_1f1b_cannot_use_is_not_resolved():
     batch = Batch(global_batch_size=64, seq_len=2048, microbatches=8)
-    pipeline = PipelineSettings(schedule="1f1b")
+    of = dataclasses.replace(DATA, mesh=Mesh(stage=8), batch=batch, loss=Loss(chunk=512))
     with pytest.raises(ShardingError, match=r"256 positions .* mesh.stage = 8.*circular"):
-        chunk(mesh=Mesh(stage=8), batch=batch, pipeline=pipeline, loss=Loss(chunk=512))
+        resolve(dataclasses.replace(of, pipeline=PipelineSettings(schedule="1f1b")))
+    assert loss_chunk(resolve(of)) == 512

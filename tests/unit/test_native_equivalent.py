@@ -86,6 +86,26 @@ def test_dense_layers_in_front_save_activations_of_all_microbatches_of_a_stage(t
     assert more > 2 * (16 - 2) / 2 * hidden_state
 
 
+def test_layers_outside_of_stages_save_activations_of_all_microbatches_of_a_stage(tmp_path):
+    def saved(count, layers):
+        program = in_stages(tmp_path, layers, microbatches=count)
+        return memory(with_padding_layers(program)).activations
+
+    few, many = (saved(count, (2, 2)) - saved(count, (3, 3)) for count in (2, 16))
+    hidden_state = 2 * 8 * 32 * 2  # bytes of a microbatch: rows, positions, width, bfloat16
+    assert many - few >= 2 * (16 - 2) / 2 * hidden_state
+
+
+def test_the_newest_gradients_of_an_imported_model_exist_beside_the_sums(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    batch = Batch(global_batch_size=8, seq_len=8, microbatches=4)
+    imported = Program(model=TorchModel(hf=str(tmp_path), vocab=64), batch=batch, target="cpu:1")
+    native = with_padding_layers(resolve(imported))
+    assert native.settings.loss.chunk == "none"
+    of_native = replace(native, stands_for_imported=False)
+    assert memory(native).gradients > 1.2 * memory(of_native).gradients
+
+
 def test_a_native_model_that_does_not_support_the_settings_of_a_program_is_no_estimate(tmp_path):
     latents = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | latents))

@@ -32,18 +32,29 @@ def stack(has_sums):
     "scan", [{}, {"unroll": 3}, {"transform": jax.checkpoint}], ids=["plain", "unrolled", "remat"]
 )
 def test_the_gradient_of_layers_is_added_to_earlier_sums(scan):
-    summed = jax.grad(lambda sums: objective(SummedGradient(WEIGHTS, sums, stack(True)), **scan))
+    summed = jax.grad(
+        lambda sums: objective(SummedGradient(WEIGHTS, sums, None, stack(True)), **scan)
+    )
     np.testing.assert_allclose(summed(SUMS), SUMS + jax.grad(objective)(WEIGHTS), rtol=1e-5)
 
 
+@pytest.mark.parametrize("is_real", [True, False])
+def test_a_pass_in_the_bubble_adds_nothing(is_real):
+    def of_sums(sums):
+        return objective(SummedGradient(WEIGHTS, sums, jnp.array(is_real), stack(True)))
+
+    expected = SUMS + is_real * jax.grad(objective)(WEIGHTS)
+    np.testing.assert_allclose(jax.grad(of_sums)(SUMS), expected, rtol=1e-5)
+
+
 def test_the_first_gradient_replaces_whatever_was_there():
-    first = jax.grad(lambda sums: objective(SummedGradient(WEIGHTS, sums, stack(False))))
+    first = jax.grad(lambda sums: objective(SummedGradient(WEIGHTS, sums, None, stack(False))))
     np.testing.assert_allclose(first(SUMS), jax.grad(objective)(WEIGHTS), rtol=1e-5)
 
 
 def test_arrays_beside_them_have_their_own_gradient():
     of_both = jax.grad(
-        lambda sums, scales: objective(SummedGradient(WEIGHTS, sums, stack(True)), scales),
+        lambda sums, scales: objective(SummedGradient(WEIGHTS, sums, None, stack(True)), scales),
         argnums=(0, 1),
     )
     _, of_scales = of_both(SUMS, SCALES)
@@ -55,7 +66,7 @@ def test_activations_are_recorded_as_without_sums():
     with recording(lambda name: True) as plain:
         objective(WEIGHTS)
     with recording(lambda name: True) as summed:
-        objective(SummedGradient(WEIGHTS, SUMS, stack(True)))
+        objective(SummedGradient(WEIGHTS, SUMS, None, stack(True)))
     np.testing.assert_array_equal(summed.values["layers/output"], plain.values["layers/output"])
 
 
@@ -67,7 +78,7 @@ def test_no_second_stack_of_gradients_is_allocated():
 
     def add(weights, sums):
         def loss(sums):
-            layers = SummedGradient(weights, sums, stacked)
+            layers = SummedGradient(weights, sums, None, stacked)
             x, _ = scan_layers(lambda x, w: (jnp.tanh(x @ w), None), jnp.ones((8, 64)), layers)
             return x.sum()
 
