@@ -45,6 +45,7 @@ class PartFlops:
     replicas: int  # number of devices that compute the same
     unneeded: float = 1.0  # all computed experts over the chosen ones
     padded: float = 1.0  # the operations over those without padding layers
+    adapter: float = 0.0  # of all tokens with LoRA factors, without recomputation
 
     @property
     def needed(self) -> float:
@@ -54,7 +55,7 @@ class PartFlops:
     @property
     def ideal(self) -> float:
         """FLOPs of all devices, if none repeats what another computes."""
-        return self.model + self.recomputed
+        return self.model + self.adapter + self.recomputed
 
     @property
     def computed(self) -> float:
@@ -100,7 +101,8 @@ def _parts(
     return [
         PartFlops(
             name,
-            model=(flops * _passes(program, name) + 3 * adapter.get(name, 0.0)) * tokens,
+            model=flops * _passes(program, name) * tokens,
+            adapter=3 * adapter.get(name, 0.0) * tokens,
             recomputed=recomputed.get(name, 0.0) * tokens,
             replicated_over=(axes := replicated_over(program, name)),
             replicas=program.mesh.size(axes),
