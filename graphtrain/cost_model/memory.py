@@ -25,7 +25,7 @@ from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.tower import tower_program
 from graphtrain.cost_model.tower_memory import with_projection, with_tower
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
-from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
+from graphtrain.models.attention.kernel_support import RING_TILE, step_uses_flash_kernel
 from graphtrain.models.flops import is_gated
 from graphtrain.models.in_place_gradients import adds_in_place
 from graphtrain.models.mlp_block_count import BLOCK_ARRAYS, mlp_block_count
@@ -333,7 +333,10 @@ def _current_layer(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) ->
     its library requires.
     """
     inside = sizes.sequences * sizes.seq_in_block
-    scores = sizes.sequences * sizes.heads * sizes.seq_in_block * sizes.kv_positions
+    queries, keys = sizes.seq_in_block, sizes.kv_positions
+    if keys < program.batch.seq_len:  # a ring: a tile of queries with a half of a device's keys
+        queries, keys = min(RING_TILE, queries / 2), keys / 2
+    scores = sizes.sequences * sizes.heads * queries * keys
     each = 2 * 4 + (2 + 1 if program.target.platform == "tpu" else 2 * 2)
     experts = ExpertSizes.of(program, sizes.sequences, sizes.seq_in_block)
     mlp = sizes.mlp if experts is None else sizes.shared

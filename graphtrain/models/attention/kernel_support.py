@@ -15,6 +15,7 @@ from lowering.errors import LoweringError
 from lowering.machine.target import Target
 
 _POSITIONS = ("q_seq", "kv_seq")  # array axes of positions inside attention
+RING_TILE = 512  # most queries of a tile in ring attention, of which one has scores at a time
 BLOCK = 128  # positions; block sizes and sequence lengths are multiples of it
 _MAX_HEAD_DIM = {"tpu": 256, "cuda": 128}  # largest head_dim whose blocks fit in on-chip memory
 _HEAD_DIM_MULTIPLE = {"tpu": 64, "cuda": 16}  # head_dim is a multiple of it

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from graphtrain.models.attention.kernel_support import RING_TILE
 from graphtrain.models.attention.score_mods import (
     ScoreTransform,
     score_derivative,
@@ -22,8 +23,6 @@ from graphtrain.models.attention.score_mods import (
 )
 from graphtrain.models.attention.segment_mask import Masks, mask_pairs
 from graphtrain.models.matmul import dot
-
-_TILE = 512  # maximum queries per tile; scores of one tile exist at a time
 
 
 class ChunkOffsets(NamedTuple):
@@ -49,7 +48,7 @@ class PartialAttention(NamedTuple):
 def tile_queries(x: jax.Array, kv_heads: int) -> jax.Array:
     """Reshape (batch, seq, heads, head_dim), with two chunks in seq, to chunks and tiles."""
     batch, length, heads, head_dim = x.shape
-    tile = next(size for size in range(_TILE, 0, -1) if length // 2 % size == 0)
+    tile = next(size for size in range(RING_TILE, 0, -1) if length // 2 % size == 0)
     tiles = x.reshape(batch, 2, -1, tile, kv_heads, heads // kv_heads, head_dim)
     return tiles.transpose(1, 2, 0, 4, 3, 5, 6)
 

@@ -95,3 +95,13 @@ def test_the_parameters_are_counted_without_the_filler_of_stages(vary):
     counted = count_parameters(adapted, plan_program(adapted))
     assert counted.frozen == parameter_count(adapted.model) > 100 * counted.trained
     assert "are trained" in str(counted)
+
+
+def test_ring_attention_has_the_scores_of_one_tile(vary):
+    ring = ["program.target=h100:8", "program.mesh={context=8}", 'program.rules=["context"]']
+    ring += ["program.batch.global_batch_size=1", "program.model.remat=full"]
+    short, long = (
+        estimate(vary([*ring, f"program.batch.seq_len={length}"])).memory.temporaries
+        for length in (2**15, 2**16)
+    )
+    assert short < long < 2.2 * short
