@@ -133,7 +133,12 @@ def _with_tower(program: ResolvedProgram, parts: list[PartFlops]) -> tuple[PartF
         other = more[part.name]
         of_blocks = other.model * (trained if part.name != "attention scores" else 1.0)
         model = part.model + of_blocks + projected * (part.name == "MLP")
-        return replace(part, model=model, recomputed=part.recomputed + other.recomputed)
+        return replace(
+            part,
+            model=model,
+            adapter=part.adapter + other.adapter,
+            recomputed=part.recomputed + other.recomputed,
+        )
 
     return tuple(map(added, parts))
 

@@ -35,14 +35,17 @@ _AXIS_THAT_DIVIDES: dict[Part, str] = {
 }
 
 
-def findings(program: ResolvedProgram, excess: float | None) -> tuple[str, ...]:
+def findings(
+    program: ResolvedProgram, excess: float | None, *, is_estimate: bool
+) -> tuple[str, ...]:
     """Return one sentence for each finding, with its cause and what to do.
 
     Args:
         program: the program.
-        excess: Compiled FLOPs over those that arithmetic expects; None if nothing was compiled.
+        excess: Compiled FLOPs over those that arithmetic expects; None if they are not known.
+        is_estimate: Whether nothing was compiled.
     """
-    caveat = _of_estimate(program) if excess is None else ()
+    caveat = _of_estimate(program) if is_estimate else ()
     return (*caveat, *_dense_attention(program), *_needless_flops(program, excess))
 
 

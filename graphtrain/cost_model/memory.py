@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema import is_imported
 from graphtrain.cost_model.assessment import Memory
 from graphtrain.cost_model.head_memory import (
     cast_embedding,
@@ -239,7 +238,7 @@ def _saved_per_layer(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) 
     stream = tokens * model.embed * sizes.item_bytes
     hidden = inside * sizes.mlp * sizes.item_bytes * (2 if is_gated(model) else 1)
     # Native models save the heads of a token side by side, without padding.
-    is_merged = model.remat == "dots" and not is_imported(program.settings.model)
+    is_merged = model.remat == "dots" and not program.stands_for_imported
     head_dim = model.head_dim if is_merged else sizes.head_dim
     heads = inside * (sizes.heads + 2 * sizes.kv_heads) * head_dim * sizes.item_bytes
     products = heads + hidden + 2 * stream

@@ -36,7 +36,7 @@ def mlp_block_count(program: ResolvedProgram) -> int:
     that are reduced once for each step.
     """
     model, target = program.model, program.target
-    if is_imported(model) or not isinstance(model, Model) or model.mlp_blocks == "none":
+    if is_imported(model) or program.stands_for_imported or model.mlp_blocks == "none":
         return 1
     if not (target.is_gpu or target.platform == "tpu") or not _supports_blocks(program):
         return 1

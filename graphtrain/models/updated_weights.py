@@ -58,7 +58,7 @@ def gathered_stacks(
 
 
 def _is_gathered(program: ResolvedProgram, path: str, spec: ArraySpec) -> bool:
-    if spec.axes[0] not in _STACKS or spec.shape[0] == 1 or len(spec.shape) < 3:
+    if len(spec.shape) < 3 or spec.axes[0] not in _STACKS or spec.shape[0] == 1:
         return False
     stored = _layout(program, path, spec, "parameter")
     updated = _layout(program, path, spec, "optimizer")

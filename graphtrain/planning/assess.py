@@ -14,7 +14,7 @@ from graphtrain.cache import Cache
 from graphtrain.compile.driver import compile_tasks
 from graphtrain.compile.tasks import Limits, Observer, TaskOutcome, tasks_of
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema import is_imported
+from graphtrain.config.schema import TorchModel
 from graphtrain.cost_model.assessment import Assessment, Memory
 from graphtrain.cost_model.compute import compiled_excess, expected_excess, flops_by_part
 from graphtrain.cost_model.findings import findings
@@ -119,10 +119,12 @@ def estimate(program: ResolvedProgram, plan: Plan | None = None) -> Assessment:
     """Estimate a program without the compiler. If a plan is given, do not import JAX."""
     padded_program, plan = with_padding_layers(program), plan or plan_program(program)
     memory = estimated_memory(padded_program)
+    if isinstance(program.model, TorchModel) and not program.model.images:
+        memory = _with_state(memory, program, plan)  # a plan with images may lack their tower
     return _assessment(
         program,
         plan,
-        _with_state(memory, program, plan) if is_imported(program.model) else memory,
+        memory,
         merged(predict_collectives(padded_program)),
         "estimate",
     )
@@ -249,6 +251,6 @@ def _assessment(
         mfu_causal=mfu(program, seconds, causal=True),
         flops=flops_by_part(program, flash=flash),
         chunk=loss_chunk(padded_program),
-        findings=findings(program, excess),
+        findings=findings(program, excess, is_estimate=source == "estimate"),
         flops_excess=excess,
     )

@@ -126,7 +126,7 @@ class Workload:
         if time.achieved is None:  # measured, or of a machine that none is like
             return Cost(rate, days, price)
         if time.achieved.machine != target.machine or dtype not in _PUBLISHED_DTYPES:
-            return Cost(rate, days, price, unpublished=f"{target.machine} in {dtype}")
+            return Cost(rate, days, price, unfitted=f"{target.machine} in {dtype}")
         return Cost(rate, days, price, PUBLISHED_RANGE)
 
     def cells(self, cost: Cost) -> list[str]:
@@ -153,9 +153,12 @@ class Workload:
             f"80 % of the published steps took {low} to {high} x as long as predicted"
             for low, high in ranges
         ]
-        others = dict.fromkeys(cost.unpublished for cost in costs if cost.unpublished)
+        others = dict.fromkeys(cost.unfitted for cost in costs if cost.unfitted)
         return "; ".join(
-            [*published, *(f"no published step is of {one}: no range" for one in others)]
+            [
+                *published,
+                *(f"nothing was fitted to published steps of {one}: no range" for one in others),
+            ]
         )
 
     def as_json(self, cost: Cost) -> dict[str, Any]:
@@ -173,7 +176,7 @@ class Cost:
     price: float | None = None
     # Measured over predicted time, of 80 % of published steps; None: no step was published.
     range: tuple[float, float] | None = None
-    unpublished: str | None = None  # machine and dtype of which no step was published
+    unfitted: str | None = None  # machine and dtype of which no published step was fitted to
 
     def between(self, value: float | None) -> str:
         """Return a value with the range in which it is expected."""

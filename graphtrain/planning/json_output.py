@@ -117,6 +117,7 @@ def _part_as_json(part: PartFlops, devices: int) -> dict[str, Any]:
     return {
         "part": part.name,
         "model_flops": part.needed,
+        "adapter_flops": part.adapter,
         "recomputed_flops": part.recomputed,
         "flops_per_device": part.computed / devices,
         "replicas": part.replicas,

@@ -27,7 +27,7 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"
 # Settings with which only some layers have experts; a native model has them in a run of layers.
 _EXPERTS_IN_SOME_LAYERS = ("decoder_sparse_step", "mlp_only_layers", "moe_layer_interval")
 # Kinds of layers that compute no attention scores.
-_WITHOUT_SCORES = ("linear_attention", "conv", "mamba", "mamba2", "recurrent")
+_WITHOUT_SCORES = ("linear_attention", "conv", "mamba", "mamba2")
 
 
 def native_equivalent(model: TorchModel, *, build: bool = True) -> Model | None:

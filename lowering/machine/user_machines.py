@@ -27,6 +27,17 @@ _Share = Annotated[float, Field(gt=0, le=1)]
 _Overlap = Annotated[float, Field(ge=0, le=1)]
 _Text = Annotated[str, Field(min_length=1, max_length=2000)]
 
+# Unit of each number, and the least and the largest that a machine may have: from far less than an
+# accelerator of today has to far more. Numbers in GB or TFLOP/s are outside.
+_PLAUSIBLE = {
+    "memory": ("bytes", 1e9, 1e14),
+    "bandwidth": ("bytes per second", 1e9, 1e15),
+    "flops": ("FLOP/s", 1e11, 1e17),
+    "link": ("bytes per second", 1e8, 1e15),
+    "network": ("bytes per second", 1e7, 1e14),
+    "host_link": ("bytes per second", 1e8, 1e15),
+}
+
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class _Reached:
@@ -101,18 +112,6 @@ def with_machines_of(path: Path, shown: str, known: Mapping[str, Any]) -> dict[s
     if problems:
         raise LoweringError("\n".join(problems))
     return tables
-
-
-# Unit of each number, and the least and the largest that a machine may have: from far less than an
-# accelerator of today has to far more. Numbers in GB, TFLOP/s or bits are outside.
-_PLAUSIBLE = {
-    "memory": ("bytes", 1e9, 1e14),
-    "bandwidth": ("bytes per second", 1e9, 1e15),
-    "flops": ("FLOP/s", 1e11, 1e17),
-    "link": ("bytes per second", 1e8, 1e15),
-    "network": ("bytes per second", 1e7, 1e14),
-    "host_link": ("bytes per second", 1e8, 1e15),
-}
 
 
 class _Wrong(Exception):

@@ -115,10 +115,7 @@ def test_a_search_ranks_strategies_of_a_program_with_images(kind, directory):
     for candidate in result.ranked:
         model: Any = candidate.program.model
         assert model.images == 2 and candidate.program.tower is None
-        # An estimate has the weights of the module's plan, which a search does not make.
-        planned = estimate(candidate.program).memory
-        assert candidate.memory.peak == pytest.approx(planned.peak, rel=0.005)
-        assert candidate.memory.activations == planned.activations
+        assert candidate.memory.peak == estimate(candidate.program).memory.peak
     assert {"stage", "context"} <= result.rejected.keys()
 
 

@@ -9,6 +9,7 @@ from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import (
     Batch,
     Mesh,
+    Model,
     PipelineSettings,
     Precision,
     Program,
@@ -18,6 +19,7 @@ from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.native_equivalent import sizes_unknown, with_native_model
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.errors import PlanError
+from graphtrain.models.mlp_block_count import mlp_block_count
 from graphtrain.torch_frontend.native_equivalent import native_equivalent
 
 CONFIG = {
@@ -104,6 +106,21 @@ def test_the_newest_gradients_of_an_imported_model_exist_beside_the_sums(tmp_pat
     assert native.settings.loss.chunk == "none"
     of_native = replace(native, stands_for_imported=False)
     assert memory(native).gradients > 1.2 * memory(of_native).gradients
+
+
+def test_estimates_of_imported_models_have_nothing_that_only_native_models_do():
+    wide = Model(layers=4, embed=4096, heads=32, mlp=11008, vocab=32000, remat="full")
+    batch = Batch(global_batch_size=128, seq_len=4096)
+    on_gpus = Program(
+        model=wide, batch=batch, target="h100:64", mesh=Mesh(fsdp=64), rules=("fsdp",)
+    )
+    native = resolve(on_gpus)
+    assert mlp_block_count(native) > 1
+    assert mlp_block_count(replace(native, stands_for_imported=True)) == 1
+    narrow = replace(wide, embed=1024, heads=16, remat="dots")
+    on_tpus = resolve(replace(on_gpus, model=narrow, target="v5e:8x8"))
+    padded = replace(on_tpus, stands_for_imported=True)  # heads of 64 to 128
+    assert memory(padded).activations > 1.2 * memory(on_tpus).activations
 
 
 def test_a_native_model_that_does_not_support_the_settings_of_a_program_is_no_estimate(tmp_path):

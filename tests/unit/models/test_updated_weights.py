@@ -7,7 +7,8 @@ from graphtrain.config.schema import Adapter, Batch, Mesh, Model, Optimizer, Pro
 from graphtrain.cost_model.traffic import predict_collectives
 from graphtrain.models import updated_weights
 from graphtrain.models.lora.trainable import trained_arrays
-from graphtrain.models.updated_weights import gathered_by_layer
+from graphtrain.models.updated_weights import gathered_by_layer, gathered_stacks
+from sharding_rules.arrays import ArraySpec
 
 MODEL = Model(layers=8, embed=1024, heads=16, kv_heads=4, mlp=2816, vocab=32000, bias="all")
 
@@ -70,3 +71,7 @@ def test_a_plan_has_the_bytes_of_all_layers_at_once(kind, monkeypatch):
     )
     assert len(looped) == len(at_once)
     assert sum(one.count for one in looped) > sum(one.count for one in at_once)
+
+
+def test_a_scalar_weight_is_not_gathered():
+    assert gathered_stacks(resolved(), {"scale": ArraySpec((), ())}) == {}

@@ -32,12 +32,14 @@ def test_what_published_steps_took_gives_a_range():
 
 
 @pytest.mark.parametrize(("target", "dtype"), [("mi300x:16", "bfloat16"), ("h100:16", "float32")])
-def test_machines_and_dtypes_without_published_steps_have_no_range(target, dtype):
+def test_machines_and_dtypes_that_nothing_was_fitted_to_have_no_range(target, dtype):
     work = Workload(WORK.tokens)
     cost = work.cost(Target.parse(target), dtype, 2_000, replace(STEP, achieved=OF_H100))
     machine = target.split(":")[0]
     assert cost.range is None and cost.days == 1.0
-    assert Workload.note([cost]) == f"no published step is of {machine} in {dtype}: no range"
+    assert Workload.note([cost]) == (
+        f"nothing was fitted to published steps of {machine} in {dtype}: no range"
+    )
 
 
 def test_an_incomplete_time_has_no_cost():
