@@ -14,7 +14,7 @@ unsharded. This costs no time.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphtrain.config.loss_positions import (
     check_loss_chunk,
@@ -24,6 +24,7 @@ from graphtrain.config.loss_positions import (
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema.types import item_bytes
 from graphtrain.models.flops import step_flops_per_token
+from graphtrain.models.head_gradient_support import defers_gradients
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.plan import make_layout
 
@@ -150,21 +151,30 @@ def _head_shards(program: ResolvedProgram) -> int:
     where gradients are reduced once for each step, the gradient is reduced later.
     """
     model, mesh, rules = program.model, program.mesh, program.rules
-    batch = program.batch
-    is_per_step = batch.microbatches > 1 and batch.gradient_reduction == "per_step"
     if (
         not program.target.is_gpu
         or program.adapter is not None
         or mesh.axes.get("stage", 1) > 1
-        or is_per_step
+        or defers_gradients(program)
     ):
         return 1
     head = ArraySpec((model.embed, model.vocab), ("embed", "vocab"), role="optimizer")
     names, of_vocab = make_layout("head", head, rules, mesh).split
-    if mesh.size((*of_vocab, *rules.activations.get("vocab", ()))) > 1:
+    if mesh.size((*of_vocab, *rules.activations.get("vocab", ()))) > 1 or _is_moved(program, head):
         return 1
     of_tokens = {name for axis in ("batch", "seq") for name in rules.activations.get(axis, ())}
     return mesh.size(tuple(name for name in names if name in of_tokens))
+
+
+def _is_moved(program: ResolvedProgram, head: ArraySpec) -> bool:
+    """Return whether rules of single arrays shard the head otherwise than others of its axes."""
+    rules, mesh = program.rules, program.mesh
+    path = "embedding/tokens" if program.model.tie_word_embeddings else "head"
+    specs = head, replace(head, role="parameter")
+    return any(
+        make_layout(f"{spec.role}/{path}", spec, rules, mesh) != make_layout("", spec, rules, mesh)
+        for spec in specs
+    )
 
 
 def _blocks_of(vocab: int) -> int:

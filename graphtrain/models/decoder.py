@@ -283,7 +283,8 @@ def head_inputs(
     """Return the LM head's input, the head's weights, and the layers' terms.
 
     The input is (batch, seq, embed), gathered from the residual stream's sharding; the weights
-    are those of `Decoder.head_used`. Without a dropout key there is no dropout.
+    are those of the LM head, or of the embedding if they are tied. Without a dropout key there is
+    no dropout.
     """
     decoder = merge(model, parameters)
     x, terms = decoder.hidden(tokens, dropout_key)

@@ -1,4 +1,4 @@
-"""In how many blocks MLPs run; by arithmetic, without JAX."""
+"""Number of blocks in which MLPs run; by arithmetic, without JAX."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Model, is_imported
 from graphtrain.config.schema.types import item_bytes
 from graphtrain.models.flops import is_gated
-from sharding_rules.arrays import ArraySpec
+from graphtrain.models.shapes import parameter_arrays
+from sharding_rules.arrays import ArraySpec, Role
 from sharding_rules.plan import make_layout
 
 _MOST_BLOCKS = 16
+_STORED: tuple[Role, ...] = ("parameter", "optimizer")
 # Each block after the first reads and writes the gradient of the residual stream once more. On an
 # H100, which at 0.56 of its peak computes 165 operations in the time of a byte, this is
 # 30 / _FEWEST_COLUMNS = 2.3 % of the time of a gated MLP at most.
@@ -71,13 +73,18 @@ def _supports_blocks(program: ResolvedProgram) -> bool:
 
 
 def _devices_have_all_columns(program: ResolvedProgram) -> bool:
-    """Return whether neither activations nor gradients shard the MLP's columns."""
-    columns = ArraySpec((program.model.mlp,), ("mlp",))
-    layouts = (
-        make_layout("mlp", replace(columns, role=role), program.rules, program.mesh)
-        for role in ("activation", "optimizer")
-    )
-    return all(program.mesh.size(names) == 1 for each in layouts for names in each.split)
+    """Return whether neither activations, weights nor gradients shard the MLP's columns."""
+    columns = {"mlp": ArraySpec((program.model.mlp,), ("mlp",), role="activation")}
+    for path, spec in parameter_arrays(program.model).items():
+        if "/mlp/" in path and "mlp" in spec.axes:
+            for role in _STORED:
+                columns[f"{role}/{path}"] = replace(spec, role=role)
+    return all(_devices_have_all(program, path, spec) for path, spec in columns.items())
+
+
+def _devices_have_all(program: ResolvedProgram, path: str, spec: ArraySpec) -> bool:
+    split = make_layout(path, spec, program.rules, program.mesh).split[spec.axes.index("mlp")]
+    return program.mesh.size(split) == 1
 
 
 def _most_blocks(columns: int) -> int:

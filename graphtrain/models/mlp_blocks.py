@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from graphtrain.models.activations import Activation, apply_activation
 from graphtrain.models.matmul import dot
-from lowering.tracing.constrain import constrain, constrain_tree, in_shard_map
+from lowering.tracing.constrain import constrain, constrain_tree
 from lowering.tracing.context import set_context_variable
 from lowering.tracing.tpu_hints import on_tpu
 from sharding_rules.arrays import ArraySpec
@@ -215,9 +215,7 @@ mlp_in_blocks.defvjp(_forward, _backward)
 
 
 def _reduced(mlp: BlockedMLP, gradients: Weights) -> Weights:
-    """Shard a block's gradients as the optimizer state is; inside a shard_map, leave them."""
-    if in_shard_map():
-        return gradients
+    """Shard a block's gradients as the optimizer state is."""
     specs = {
         name: ArraySpec(gradient.shape, mlp.axes(name)) for name, gradient in gradients.items()
     }

@@ -23,7 +23,7 @@ def project(module: nnx.Module, name: str, equation: str, x: jax.Array) -> jax.A
     """
     with jax.named_scope(name):
         y = multiply(equation, x, getattr(module, name).get_value(), quantization_of(name))
-    return _finish(module, name, y)
+    return _finish(module, name, equation, y)
 
 
 def project_many(
@@ -34,10 +34,11 @@ def project_many(
         return [project(module, name, equation, x) for name in names]
     with jax.named_scope("+".join(names)):
         products = multiply_many(equation, x, [getattr(module, name).get_value() for name in names])
-    return [_finish(module, name, y) for name, y in zip(names, products, strict=True)]
+    return [_finish(module, name, equation, y) for name, y in zip(names, products, strict=True)]
 
 
-def _finish(module: nnx.Module, name: str, product: jax.Array) -> jax.Array:
-    y = checkpoint_name(merge_heads(product), PROJECTION).reshape(product.shape)
+def _finish(module: nnx.Module, name: str, equation: str, product: jax.Array) -> jax.Array:
+    saved = merge_heads(product) if equation.endswith("hd") else product
+    y = checkpoint_name(saved, PROJECTION).reshape(product.shape)
     bias = getattr(module, f"{name}_bias", None)
     return y if bias is None else y + bias[...].astype(y.dtype)

@@ -92,6 +92,8 @@ def _order_of_narrow(shard: Sequence[int], split: Split) -> tuple[int, ...] | No
 
     XLA's default layout has the last dimension that fills rows of TPU_LANES as the fastest.
     """
+    if len(shard) < 2:
+        return None
     if not any(names and size < TPU_LANES for size, names in zip(shard, split, strict=True)):
         return None
     full = [dimension for dimension, size in enumerate(shard) if size % TPU_LANES == 0]

@@ -22,6 +22,7 @@ from graphtrain.models.chunk_size import (
     loss_chunk,
     parts_of_chunk,
 )
+from graphtrain.models.mlp_block_count import mlp_block_count
 from graphtrain.planning.assess import estimate
 from graphtrain.planning.json_output import assessment_as_json
 from sharding_rules.errors import ShardingError
@@ -86,6 +87,15 @@ SEVEN = Program(
     batch=Batch(global_batch_size=64, seq_len=4096),
 )
 LAST = Batch(global_batch_size=128, seq_len=4096, microbatches=2, gradient_reduction="per_step")
+LAST_OF_ONE = dataclasses.replace(LAST, microbatches=1)
+OVERRIDES = """
+[arrays."layers/mlp/*"]
+embed = []
+mlp = ["fsdp"]
+[arrays."embedding/tokens"]
+embed = []
+vocab = ["fsdp"]
+"""
 
 
 @pytest.mark.parametrize(
@@ -98,6 +108,7 @@ LAST = Batch(global_batch_size=128, seq_len=4096, microbatches=2, gradient_reduc
         ({"mesh": Mesh(data=64), "rules": ("zero1",)}, 4096, 8),
         ({"mesh": Mesh(fsdp=32, tensor=2), "rules": ("fsdp", "tensor")}, 4096, 1),
         ({"mesh": Mesh(data=64), "rules": ("zero1",), "batch": LAST}, 4096, 1),
+        ({"mesh": Mesh(data=64), "rules": ("zero1",), "batch": LAST_OF_ONE}, 4096, 1),
         ({"adapter": Adapter(rank=8, alpha=16.0)}, 4096, 1),
         ({"model": dataclasses.replace(SEVEN.model, vocab=32_032)}, 4096, 2),
     ],
@@ -105,6 +116,14 @@ LAST = Batch(global_batch_size=128, seq_len=4096, microbatches=2, gradient_reduc
 )
 def test_a_head_whose_gradient_is_scattered_has_blocks_in_one_chunk(changes, positions, blocks):
     assert head_blocks(resolve(dataclasses.replace(SEVEN, **changes)), positions) == blocks
+
+
+def test_rules_of_single_arrays_leave_no_blocks_of_what_they_shard(tmp_path):
+    (tmp_path / "mine.toml").write_text(OVERRIDES)
+    tied = dataclasses.replace(SEVEN.model, tie_word_embeddings=True, remat="full")
+    for rules, is_in_blocks in ((("fsdp",), True), (("fsdp", str(tmp_path / "mine.toml")), False)):
+        of = resolve(dataclasses.replace(SEVEN, model=tied, rules=rules))
+        assert (head_blocks(of, 4096) > 1) == (mlp_block_count(of) > 1) == is_in_blocks
 
 
 @pytest.mark.parametrize(

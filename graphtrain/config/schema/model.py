@@ -200,8 +200,8 @@ class Model:
     init_std: PositiveFloat = 0.02  # of initial weights; of a block's outputs: / sqrt(2 layers)
     dtype: ComputeDtype = "bfloat16"  # older name of program.precision.compute
     remat: Remat = "dots"  # activation checkpointing: what to recompute; docs/guides/sharding.md
-    # auto: backward pass in blocks of hidden columns on GPUs, if remat = "full" and these save much
-    # memory for little time. none: all columns at once.
+    # auto: backward pass in blocks of hidden columns on GPUs and TPUs, if remat = "full" and these
+    # save much memory for little time. none: all columns at once.
     mlp_blocks: Literal["auto", "none"] = "auto"  # auto: MLPs in blocks; docs/guides/sharding.md
     attention: AttentionImplementation = "auto"  # flash never stores scores; docs/guides/targets.md
     unroll: Positive = 1  # layers in an iteration of the loop over layers; docs/BENCHMARKS.md
