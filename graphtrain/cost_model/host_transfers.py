@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.cost_model.memory import saved_by_layers
+from graphtrain.cost_model.saved_activations import saved_by_layers
 from graphtrain.cost_model.tower import tower_program
 from graphtrain.cost_model.weights import shard_weights
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.head_memory import head_of, summed_head
+from graphtrain.cost_model.layer_memory import current_layer, partial_sums
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.weights import ShardedWeight
+from graphtrain.models.flops import is_gated
 from graphtrain.models.in_place_gradients import adds_in_place
 from sharding_rules.pipeline import stored_stage_inputs
 
@@ -24,19 +26,10 @@ _STREAMS_OF_TICK = {"1f1b": 2, "gpipe": 1, "circular": 1}
 _STREAMS_OF_LOSS = 3
 
 
-@dataclass(frozen=True)
-class LayerWork:
-    """Bytes of arrays in the backward pass of the current layer."""
-
-    hidden: float  # hidden values of the MLP, or of experts
-    partial_sums: float  # between devices of tensor parallelism
-
-
 def stage_peak(
     program: ResolvedProgram,
     weights: Sequence[ShardedWeight],
     sizes: DeviceSizes,
-    work: LayerWork,
     saved: float,
 ) -> tuple[float, float, float]:
     """Return the bytes of gradients, saved activations and temporaries at a GPU's peak.
@@ -48,12 +41,11 @@ def stage_peak(
         program: The program.
         weights: Result of shard_weights.
         sizes: Sizes of arrays on a device.
-        work: Arrays of the current layer.
         saved: Bytes of activations that the stage saves.
     """
     gradients = _StageGradients.of(program, weights)
     phases = (
-        (gradients.in_ticks, saved, _at_layer(program, weights, sizes, work, saved)),
+        (gradients.in_ticks, saved, _at_layer(program, weights, sizes, saved)),
         _at_loss(program, weights, sizes, gradients, saved),
         (gradients.all, 0.0, 0.0),
     )
@@ -91,7 +83,6 @@ def _at_layer(
     program: ResolvedProgram,
     weights: Sequence[ShardedWeight],
     sizes: DeviceSizes,
-    work: LayerWork,
     saved: float,
 ) -> float:
     """Return the bytes of temporaries in the backward pass of a layer."""
@@ -101,14 +92,22 @@ def _at_layer(
     streams += program.batch.microbatches / program.mesh.axes["stage"]  # the queue
     gathered = 2 * sum(each.used_of_a_layer(program.mesh) for each in weights if each.in_layers)
     return (
-        work.hidden
-        + work.partial_sums
+        _hidden_values(program, sizes)
+        + partial_sums(program, sizes)
         + heads * sizes.item_bytes
         + streams * stage_input(program, sizes)
         + _zeros_before_loop(program, sizes, saved)
         + (gathered if _has_fsdp(weights) else 0.0)
         + _transposed(program, weights)
     )
+
+
+def _hidden_values(program: ResolvedProgram, sizes: DeviceSizes) -> float:
+    """Return the bytes of the current layer's hidden values, of the MLP or of experts."""
+    if program.model.moe is not None or program.model.remat != "full":
+        return current_layer(program, sizes, flash=True)
+    inside = sizes.sequences * sizes.seq_in_block * sizes.item_bytes
+    return inside * sizes.mlp * (6 if is_gated(program.model) else 3)
 
 
 def _at_loss(
