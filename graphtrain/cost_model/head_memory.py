@@ -68,6 +68,10 @@ def logits_of_one_chunk(
 
 
 def head_of(weights: Sequence[ShardedWeight]) -> ShardedWeight:
-    """Return the LM head's weights, which are the embedding's if tied."""
-    by_path = {weight.path: weight for weight in weights}
+    """Return the LM head's weights, which are the embedding's if tied.
+
+    The trained ones, if DPO has those of the reference model too.
+    """
+    frozen_first = sorted(weights, key=lambda weight: not weight.frozen)
+    by_path = {weight.path: weight for weight in frozen_first}
     return by_path.get("head") or by_path["embedding/tokens"]

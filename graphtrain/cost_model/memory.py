@@ -15,7 +15,11 @@ from graphtrain.cost_model.head_memory import (
 )
 from graphtrain.cost_model.layer_memory import gathered_weights, layer_arrays, partial_sums
 from graphtrain.cost_model.pipeline_memory import logits_of_stage, stage_peak
-from graphtrain.cost_model.saved_activations import saved_activations
+from graphtrain.cost_model.saved_activations import (
+    saved_activations,
+    saved_in_front,
+    saved_in_ticks,
+)
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.tower import tower_program
 from graphtrain.cost_model.tower_memory import with_projection, with_tower
@@ -59,7 +63,8 @@ def _memory_of_layers(program: ResolvedProgram, weights: Sequence[ShardedWeight]
         phases = (gradients, temporaries), _at_logits(program, weights, sizes)
         gradients, temporaries = max(phases, key=sum)
     elif flash and program.target.platform == "cuda":
-        gradients, activations, temporaries = stage_peak(program, weights, sizes, activations)
+        saved = saved_in_front(program, sizes, flash), saved_in_ticks(program, sizes, flash)
+        gradients, activations, temporaries = stage_peak(program, weights, sizes, *saved)
     else:
         gathered_bytes = gathered_weights(weights, mesh) + pending_bytes
         temporaries = max(temporaries, _logits_of(program, sizes) + gathered_bytes)

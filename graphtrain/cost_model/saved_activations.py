@@ -25,18 +25,31 @@ def saved_activations(program: ResolvedProgram, sizes: DeviceSizes, flash: bool)
 
     A pipeline stage saves the input of every tick (1F1B: those that wait, and that of the tick) and
     recomputes one chunk at a time; a stage that is not recomputed saves the activations of all
-    chunks. Layers in front of the stages, such as dense layers before a mixture, run through all
-    microbatches of a stage before its first tick, and through their backward pass after the last.
+    chunks.
     """
-    layer, stages = _saved_by_block(program, sizes, flash), program.mesh.axes.get("stage", 1)
+    if program.mesh.axes.get("stage", 1) == 1:
+        layers = program.model.layers * _saved_by_block(program, sizes, flash)
+        return layers + _saved_in_dense_layers(program, sizes, flash)
+    return saved_in_front(program, sizes, flash) + saved_in_ticks(program, sizes, flash)
+
+
+def saved_in_front(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) -> float:
+    """Return the bytes that layers in front of the stages save.
+
+    Such layers, for example dense layers before a mixture, run through all microbatches of a stage
+    before its first tick, and through their backward pass after the last.
+    """
     in_dense_layers = _saved_in_dense_layers(program, sizes, flash)
-    if stages == 1:
-        return program.model.layers * layer + in_dense_layers
+    outside = program.layers_outside * _embedded_microbatches(program)
+    return in_dense_layers + outside * _saved_by_block(program, sizes, flash)
+
+
+def saved_in_ticks(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) -> float:
+    """Return the bytes that a stage saves in its ticks."""
     outside, rounds = program.layers_outside, program.pipeline.virtual_stages
     own_layers = sizes.layers * program.model.layers / program.model.depth
     own_layers -= -(-outside // rounds) * rounds  # with_padding_layers has as many for each chunk
-    in_front = outside * _embedded_microbatches(program) * layer
-    return in_dense_layers + in_front + saved_in_stage(program, sizes, own_layers, layer)
+    return saved_in_stage(program, sizes, own_layers, _saved_by_block(program, sizes, flash))
 
 
 def _embedded_microbatches(program: ResolvedProgram) -> float:
