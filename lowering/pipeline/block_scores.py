@@ -65,7 +65,7 @@ def score_block(
         return of_weights, None, of_inputs, None
 
     scores.defvjp(forward, backward)
-    # Of a microbatch's arrays, those of `beside` depend on weights.
+    # An array of a microbatch depends on weights only if `beside` computes it.
     names = [name for name, x in block.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
     beside = {name: block[name] for name in names} if pipeline.beside else {}
     arrays = {name: x for name, x in block.items() if name not in beside}
