@@ -94,6 +94,7 @@ def chunked_cross_entropy(
         ShardingError: as check_chunk.
     """
     if isinstance(head, SummedGradient):
+        assert head.is_real is None and scored.blocks == 1  # as pipelines have it
         arrays = hidden, head.weights, head.sums
     else:
         arrays = hidden, head, None
