@@ -19,13 +19,14 @@ MAX_TOML_BYTES = 256 << 10  # the largest example has 800 bytes
 MAX_JSON_BYTES = 64 << 20  # the index of a model with a million tensors
 _MAX_KEY_DOTS = 100  # of one dotted key, for which tomllib takes quadratic time
 # Comments, strings and dotted keys of TOML, in linear time: every alternative that begins a string
-# also matches one without an end, and nothing is tried twice (possessive repetitions).
+# also matches one without an end, and nothing is tried twice: possessive repetitions, and atomic
+# groups where an alternative looks ahead, with which Python 3.11.2 repeats possessively in error.
 _STRING = r'"(?:[^"\\\n]|\\[^\n]?)*+"?|\'[^\'\n]*+\'?'
 _PART = rf"(?:[A-Za-z0-9_+-]++|{_STRING})"  # of a key; a float is two parts
 _TOML_TOKEN = re.compile(
     r"#[^\n]*+"
-    r'|"""(?:[^"\\]|\\(?:.|\Z)|"(?!""))*+(?:"{3,5}|\Z)'
-    r"|'''(?:[^']|'(?!''))*+(?:'{3,5}|\Z)"
+    r'|"""(?>(?:[^"\\]|\\(?:.|\Z)|"(?!""))*)(?:"{3,5}|\Z)'
+    r"|'''(?>(?:[^']|'(?!''))*)(?:'{3,5}|\Z)"
     rf"|(?P<deep_key>{_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{_MAX_KEY_DOTS + 1}}})"
     rf"|{_PART}(?:[ \t]*+\.[ \t]*+{_PART})*+",
     re.DOTALL,

@@ -24,6 +24,7 @@ _SOURCES = (
     "graphtrain/config/hf_config.py",
     "graphtrain/config/hf_images.py",
     "graphtrain/config/hf_quantization.py",
+    "graphtrain/config/loss_positions.py",
     "graphtrain/config/phase_settings.py",
     "graphtrain/config/resolve.py",
     "graphtrain/config/schema",
