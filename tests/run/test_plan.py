@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 from places import CUBE
@@ -132,7 +133,11 @@ def test_a_number_of_tokens_takes_days_and_money(plan, tmp_path):
         assert cost["days"] == pytest.approx(3e9 / cost["tokens_per_second"] / 86400)
         assert cost["price"] == pytest.approx(cost["days"] * 24 * 8 * price)
     out, _ = plan("config.toml", *options, "--target", "h100:8")
-    assert f"3,000,000,000 tokens: {first['cost']['days']:.3g} (" in out
+    assert f"3,000,000,000 tokens: {first['cost']['days']:.3g} days at" in out
+    assert "nothing was fitted to published steps of h100 in float32: no range" in out
+    narrow = "--set", "program.model.dtype=bfloat16"
+    out, _ = plan("config.toml", *options, "--target", "h100:8", *narrow)
+    assert re.search(r"3,000,000,000 tokens: [0-9.]+ \([0-9.]+ to [0-9.]+\) days at", out)
     _, err = plan("config.toml", *options, "--target", "a100:8", status=2)
     assert "no price of a100" in err
 
