@@ -89,9 +89,13 @@ def make_layout(path: str, spec: ArraySpec, rules: Rules, mesh: MeshShape) -> Ar
 
 def common_divisors(size: int, devices: int) -> list[int]:
     """Return the largest numbers of shards into which both a size and a mesh divide."""
-    common = math.gcd(size, devices)
-    small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
-    return sorted({*small, *(common // n for n in small)})[-_MAX_DIVISORS:]
+    return divisors(math.gcd(size, devices))[-_MAX_DIVISORS:]
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, the smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _does_not_divide(

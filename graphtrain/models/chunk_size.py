@@ -13,7 +13,6 @@ unsharded. This costs no time.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from graphtrain.config.loss_positions import (
@@ -26,7 +25,7 @@ from graphtrain.config.schema.types import item_bytes
 from graphtrain.models.flops import step_flops_per_token
 from graphtrain.models.head_gradient_support import defers_gradients
 from sharding_rules.arrays import ArraySpec
-from sharding_rules.plan import make_layout
+from sharding_rules.plan import divisors, make_layout
 
 # A chunk reads and writes a float32 for each weight of the head. Chunks are long enough for this to
 # be at most 3 % of the step's time, where products reach 165 operations per byte of memory traffic
@@ -212,7 +211,7 @@ def best_chunk(logits: Logits, memory_bytes: int) -> int | None:
     chunk = next(
         (
             positions
-            for positions in _divisors(logits.positions)
+            for positions in divisors(logits.positions)
             if positions % _ROWS == 0 and logits.sequences * positions >= tokens
         ),
         logits.positions,
@@ -242,11 +241,6 @@ def _bytes_in_blocks(logits: Logits) -> float | None:
     of_blocks = 2 * logits.head_gradient_bytes / blocks
     scattered = logits.head_gradient_bytes / logits.head_shards
     return logits.item * logits.tokens * logits.vocab + max(of_part, of_blocks) + scattered
-
-
-def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return small + [number // divisor for divisor in reversed(small)]
 
 
 def _fewest_tokens(logits: Logits, memory_bytes: int) -> int:

@@ -24,7 +24,7 @@ from lowering.machine.target import Achieved, Target
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
-from sharding_rules.plan import make_plan
+from sharding_rules.plan import divisors, make_plan
 from sharding_rules.rules import Rules
 
 _LoadRules = Callable[[Sequence[str]], Rules]
@@ -156,13 +156,13 @@ def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[
     widest = (
         _WIDEST_CONTEXT if batch.seq_len >= MIN_CONTEXT_PARALLEL_LENGTH and choices.context else 1
     )
-    for tensor in divisors(devices, MAX_TENSOR):
+    for tensor in divisors_up_to(devices, MAX_TENSOR):
         if indivisible_size(model, tensor):
             continue
-        for stage in divisors(devices // tensor, model.layers):
+        for stage in divisors_up_to(devices // tensor, model.layers):
             if stage > 1 and (model.layers % (stage * choices.period) or not choices.stages):
                 continue
-            for context in divisors(devices // tensor // stage, widest):
+            for context in divisors_up_to(devices // tensor // stage, widest):
                 if stage > 1 and context > 1 and not choices.stages_with_context:
                     continue
                 copies = devices // tensor // stage // context
@@ -175,10 +175,10 @@ def _meshes(program: Program, devices: int, choices: SearchOptions) -> Iterator[
 def _batch_axes(model: Model, devices: int) -> Iterator[dict[str, int]]:
     """Yield the sizes of data, fsdp and expert, the mesh axes that split the batch."""
     experts = model.moe.experts if model.moe else 1
-    for expert in divisors(devices, experts):
+    for expert in divisors_up_to(devices, experts):
         if experts % expert:
             continue
-        for fsdp in divisors(devices // expert, devices):
+        for fsdp in divisors_up_to(devices // expert, devices):
             yield {"data": devices // expert // fsdp, "fsdp": fsdp, "expert": expert}
 
 
@@ -202,7 +202,7 @@ def _variants(program: ResolvedProgram, remats: tuple[Remat, ...]) -> Iterator[R
     """Yield variants in the number of microbatches and in remat."""
     settings, mesh = program.settings, program.mesh
     copies, stages = mesh.size(("data", "fsdp", "expert")), mesh.axes["stage"]
-    for microbatches in divisors(
+    for microbatches in divisors_up_to(
         program.batch.global_batch_size // copies, program.batch.global_batch_size
     ):
         if microbatches % stages or (microbatches == 1 and "zero2" in settings.rules):
@@ -229,7 +229,7 @@ def _pipelines(stages: int, program: Program, choices: SearchOptions) -> Iterato
     # 1F1B splits the LM head's positions over the stages.
     splits = choices.one_f_one_b and program.batch.seq_len % stages == 0
     chunks = program.model.layers // (stages * choices.period)
-    for virtual in divisors(chunks, _MAX_VIRTUAL_STAGES):
+    for virtual in divisors_up_to(chunks, _MAX_VIRTUAL_STAGES):
         if splits and virtual <= _MAX_INTERLEAVED_STAGES:
             yield PipelineSettings(schedule="1f1b", virtual_stages=virtual)
         for recompute in (True, False):
@@ -238,6 +238,6 @@ def _pipelines(stages: int, program: Program, choices: SearchOptions) -> Iterato
             )
 
 
-def divisors(value: int, most: int) -> list[int]:
-    """Return the divisors of `number` up to `most`, in ascending order."""
-    return [divisor for divisor in range(1, min(value, most) + 1) if value % divisor == 0]
+def divisors_up_to(value: int, most: int) -> list[int]:
+    """Return the divisors of `value` up to `most`, in ascending order."""
+    return [divisor for divisor in divisors(value) if divisor <= most]

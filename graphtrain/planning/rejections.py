@@ -11,7 +11,7 @@ from graphtrain.planning.candidate import Candidate
 from graphtrain.planning.candidates import (
     MAX_TENSOR,
     MIN_CONTEXT_PARALLEL_LENGTH,
-    divisors,
+    divisors_up_to,
     indivisible_size,
 )
 from graphtrain.planning.formats import format_seconds
@@ -36,7 +36,7 @@ def rejection_reasons(
         if winner is None or winner.choice(family) != choice:
             reasons[f"{family} {choice}"] = _reason(winner, best)
     devices = next(iter(best_of.values())).mesh.devices  # the same for every candidate
-    for tensor in divisors(devices, MAX_TENSOR):
+    for tensor in divisors_up_to(devices, MAX_TENSOR):
         if size := indivisible_size(program.model, tensor):
             reasons[f"tensor {tensor}"] = f"does not divide {size}"
     if program.batch.seq_len < MIN_CONTEXT_PARALLEL_LENGTH:
