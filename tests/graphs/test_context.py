@@ -59,7 +59,7 @@ def test_loss_and_gradients_equal_those_of_one_device(model, way):
 
 def test_tiles_of_queries_change_nothing(monkeypatch):
     """A chunk of 8 positions in tiles of 4, with key heads that groups of query heads share."""
-    monkeypatch.setattr(ring_blocks, "_TILE", 4)
+    monkeypatch.setattr(ring_blocks, "RING_TILE", 4)
     sizes = Batch(global_batch_size=2, seq_len=32)
     alone = program(model=BLOOM, batch=sizes)
     split = program(model=BLOOM, batch=sizes, target="cpu:2", mesh=Mesh(context=2), rules=RING)
@@ -136,7 +136,7 @@ def test_evaluation_sums_the_same_losses():
 
 
 def test_temporaries_of_a_ring_grow_as_the_length(monkeypatch):
-    monkeypatch.setattr(ring_blocks, "_TILE", 32)
+    monkeypatch.setattr(ring_blocks, "RING_TILE", 32)
 
     def temporaries(length, **way):
         of = program(batch=Batch(global_batch_size=1, seq_len=length), **way)
