@@ -59,14 +59,14 @@ from graphtrain.run.resume import Resumption, identity_of
 from graphtrain.run.watch.watched_run import Known, WatchedRun
 from graphtrain.torch_xla.graphs import read_extraction
 from graphtrain.weights.base import _read_record
-from graphtrain.weights.convert import read_config
 from graphtrain.weights.families import FAMILIES, family_of_config
+from graphtrain.weights.hf_files import read_config
 from graphtrain.weights.hf_record import record_hf_files, verify_hf_files
 from graphtrain.weights.megatron.arguments import model_from_arguments
 from graphtrain.weights.megatron.nemo import read_nemo_config
 from graphtrain.weights.mindspore.ckpt_file import CkptWriter
 from graphtrain.weights.mindspore.rank_files import open_ckpt
-from graphtrain.weights.peft import peft_scale, read_adapter_config
+from graphtrain.weights.peft_folder import peft_scale, read_adapter_config
 from graphtrain.weights.sources import ConvertedFolder
 from graphtrain.weights.weight_folder import open_weight_files
 from graphtrain.weights.writer import SafetensorsWriter

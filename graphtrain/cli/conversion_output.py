@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from graphtrain.weights.convert import ConversionSummary, Progress
+    from graphtrain.weights.conversion import ConversionSummary, Progress
 
 averaged_option = click.option(
     "--averaged",

@@ -53,7 +53,7 @@ def hf_to_graphtrain(source: Path, destination: Path, as_json: bool) -> None:
     SOURCE contains config.json and the weights as .safetensors or .bin, in one file or in several
     with an index. A run can start from DESTINATION (run.init_from).
     """
-    from graphtrain.weights.convert import import_hugging_face
+    from graphtrain.weights.hf_import import import_hugging_face
 
     with conversion_progress() as show:
         summary = import_hugging_face(source, destination, show)
@@ -103,8 +103,8 @@ def graphtrain_to_hf(
     """
     from graphtrain.checkpoints.pruned import read_checkpoint
     from graphtrain.checkpoints.steps import named_step
-    from graphtrain.weights.convert import ExportedFiles, export_hugging_face
-    from graphtrain.weights.peft import export_peft
+    from graphtrain.weights.hf_export import ExportedFiles, export_hugging_face
+    from graphtrain.weights.peft_export import export_peft
 
     directory, chosen = source / "checkpoints", named_step(source / "checkpoints", step)
     if adapter:

@@ -94,11 +94,11 @@ def _record(folder: Path) -> dict[str, object] | None:
 def _write(job: ExportJob, source: Path, files: Mapping[str, bytes]) -> None:
     folder = job.folder
     if job.kind == "peft":
-        from graphtrain.weights.peft import export_peft
+        from graphtrain.weights.peft_export import export_peft
 
         export_peft(source, folder, job.step, more_files=files)
         return
-    from graphtrain.weights.convert import export_hugging_face
+    from graphtrain.weights.hf_export import export_hugging_face
 
     export_hugging_face(
         source,

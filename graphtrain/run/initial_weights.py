@@ -15,10 +15,10 @@ from graphtrain.models.optimizer_state import copies_of_weights
 from lowering.trees import Tree
 
 if TYPE_CHECKING:
+    from graphtrain.weights.imported_folder import HuggingFaceWeights
     from graphtrain.weights.imported_peft import ImportedPeftAdapter
-    from graphtrain.weights.peft import PeftAdapter
+    from graphtrain.weights.peft_import import PeftAdapter
     from graphtrain.weights.sources import WeightSource
-    from graphtrain.weights.torch_modules import HuggingFaceWeights
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class InitialWeights:
     @property
     def source(self) -> WeightSource:
         """Return the weights that the adapter of a native model belongs to."""
-        from graphtrain.weights.torch_modules import HuggingFaceWeights
+        from graphtrain.weights.imported_folder import HuggingFaceWeights
 
         assert not isinstance(self.weights, HuggingFaceWeights)
         return self.weights

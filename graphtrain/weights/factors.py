@@ -18,7 +18,7 @@ import numpy as np
 from graphtrain.config.schema import Adapter, Model
 from graphtrain.models.lora.trainable import fully_trained_paths, is_of_experts, lora_paths
 from graphtrain.models.shapes import STACKS, axis_size, parameter_arrays
-from graphtrain.weights.convert import read_config, with_unpadded_vocab
+from graphtrain.weights.exported_arrays import with_unpadded_vocab
 from graphtrain.weights.families import Family, family_of_config, family_of_model
 from graphtrain.weights.families.family import (
     LayerWeights,
@@ -26,6 +26,7 @@ from graphtrain.weights.families.family import (
     to_decoder,
     to_hugging_face,
 )
+from graphtrain.weights.hf_files import read_config
 
 EMBEDDING = "embedding/tokens"
 

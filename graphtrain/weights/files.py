@@ -229,6 +229,12 @@ def numpy_dtype_of(name: str, kind: str) -> np.dtype:
     return _supported_dtype(name, _TORCH.get(kind, kind))
 
 
+def first_names(names: list[str]) -> str:
+    """Return the first three names, and the number of the others, for an error message."""
+    suffix = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + suffix
+
+
 def _load_bin(path: Path) -> Mapping[str, Any]:
     with optional_import(f"{path}: a .bin file", "bin"):
         import torch

@@ -12,10 +12,10 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Program, Run
 from graphtrain.models.lora.quantize import QuantizationKind, block_size, quantize
 from graphtrain.models.lora.trainable import CODES, LORA_A, LORA_B, SCALES
+from graphtrain.weights.imported_folder import HuggingFaceWeights
 from graphtrain.weights.initial import ArrayLoader, Index, PartReader, part_reader
-from graphtrain.weights.peft import PeftAdapter
+from graphtrain.weights.peft_import import PeftAdapter
 from graphtrain.weights.sources import WeightSource
-from graphtrain.weights.torch_modules import HuggingFaceWeights
 from lowering.trees import Tree, flatten, unflatten
 from sharding_rules.pipeline import Stages
 

@@ -12,8 +12,8 @@ import numpy as np
 from graphtrain.models.lora.quantize import fake_quantize
 from graphtrain.models.lora.trainable import CODES, LORA_A, LORA_B
 from graphtrain.weights.base import recorded_folder, verify_base
+from graphtrain.weights.imported_folder import HuggingFaceWeights
 from graphtrain.weights.stacked_orders import block_rows
-from graphtrain.weights.torch_modules import HuggingFaceWeights
 
 if TYPE_CHECKING:
     from graphtrain.config.resolve import ResolvedProgram

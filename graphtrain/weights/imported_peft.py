@@ -20,15 +20,15 @@ from graphtrain.config.schema import Adapter
 from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import LORA_A, LORA_B
 from graphtrain.weights.expert_factors import WRAPPED
+from graphtrain.weights.layer_row_names import rows_of
 from graphtrain.weights.padded_parts import is_stored_unpadded
-from graphtrain.weights.peft import (
+from graphtrain.weights.peft_folder import (
     PEFT_PREFIX,
     load_adapter_tensors,
     peft_scale,
     read_adapter_config,
 )
 from graphtrain.weights.stacked_orders import layer_count, stacked_orders
-from graphtrain.weights.torch_modules import rows_of
 from lowering.trees import Tree, flatten
 
 if TYPE_CHECKING:

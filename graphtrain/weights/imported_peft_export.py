@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphtrain.checkpoints.output_directory import create_directory
 from graphtrain.config.schema import Adapter
 from graphtrain.errors import WeightsError
 from graphtrain.models.lora.trainable import LORA_A, LORA_B
-from graphtrain.weights.convert import ConversionSummary
+from graphtrain.weights.conversion import ConversionSummary
 from graphtrain.weights.expert_factors import WRAPPED
-from graphtrain.weights.finite import warn_of_not_finite
-from graphtrain.weights.peft import (
-    ADAPTER_CONFIG,
-    PEFT_PREFIX,
-    WEIGHTS,
-    common_config,
-    name_within_layer,
-    split_targets,
-)
+from graphtrain.weights.peft_config import common_config, name_within_layer, split_targets
+from graphtrain.weights.peft_folder import PEFT_PREFIX, write_adapter_folder
 from graphtrain.weights.stacked_orders import block_rows
 from graphtrain.weights.torch_modules import unpadded_module
 
@@ -51,8 +42,6 @@ def export_imported_peft(
     Raises:
         WeightsError: PEFT cannot represent the adapter, or the folder cannot be written.
     """
-    from safetensors.numpy import save_file
-
     from graphtrain.checkpoints.manifest import verify_files
     from graphtrain.torch_frontend.language_model import TorchLanguageModel
 
@@ -60,13 +49,7 @@ def export_imported_peft(
     model: Any = program.model
     opened = TorchLanguageModel(model).opened()
     tensors, config = _tensors_and_config(program, opened, source / "checkpoints", step)
-    with create_directory(destination) as directory:
-        warn_of_not_finite(tensors, destination)
-        contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-        save_file(contiguous, directory / WEIGHTS, {"format": "pt"})
-        (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        for name, content in (more_files or {}).items():
-            (directory / name).write_bytes(content)
+    write_adapter_folder(destination, tensors, config, more_files)
     count = sum(tensor.size for tensor in tensors.values())
     kind = getattr(getattr(opened.meta.module, "config", None), "model_type", str(model.torch))
     return ConversionSummary(kind, count, len(tensors), "float32")

@@ -17,10 +17,10 @@ from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.weights.families.family import functional_settings
 from graphtrain.weights.finite import require_finite
+from graphtrain.weights.imported_folder import HuggingFaceWeights
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.padded_parts import padded_part, zeros_of
 from graphtrain.weights.sources import HF_FILES, WeightSource, stored_name
-from graphtrain.weights.torch_modules import HuggingFaceWeights
 
 if TYPE_CHECKING:
     from lowering.trees import Tree
@@ -131,7 +131,7 @@ def _part(
 def copy_hf_files_to_run(weights: WeightSource | HuggingFaceWeights, directory: Path) -> None:
     """Copy config.json, tokenizer etc. of the weights into a run directory, for later export."""
     if isinstance(weights, HuggingFaceWeights):
-        from graphtrain.weights.convert import copy_hf_files
+        from graphtrain.weights.hf_files import copy_hf_files
 
         copy_hf_files(weights.side, directory / HF_FILES)
     elif weights.side.is_dir():

@@ -30,7 +30,7 @@ from graphtrain.weights.factors import (
     weights_of_layers,
 )
 from graphtrain.weights.families.family import functional_settings
-from graphtrain.weights.peft import (
+from graphtrain.weights.peft_folder import (
     ADAPTER_CONFIG,
     PEFT_PREFIX,
     load_adapter_tensors,

@@ -23,7 +23,7 @@ from graphtrain.run.serving.adapters import open_adapters, open_merged_adapter
 from graphtrain.run.serving.engine import CompiledEngine
 from graphtrain.run.serving.engine_protocol import SamplingParameters, SlotErrors, TokenChoice
 from graphtrain.run.serving.open_engine import open_engine
-from graphtrain.weights.convert import import_hugging_face
+from graphtrain.weights.hf_import import import_hugging_face
 
 # Of peft and transformers to each other.
 pytestmark = pytest.mark.filterwarnings(

@@ -17,8 +17,9 @@ from graphtrain.config.schema import Optimizer, Program, TorchModel
 from graphtrain.config.serving_program import serving_program
 from graphtrain.models.batch_images import with_images
 from graphtrain.torch_frontend.parity import stack_weights, unstack_weights, weights
+from graphtrain.weights.imported_folder import HuggingFaceWeights
 from graphtrain.weights.published import SavedTensors
-from graphtrain.weights.torch_modules import HuggingFaceWeights, stored_buffers
+from graphtrain.weights.torch_modules import stored_buffers
 from lowering.trees import flatten, unflatten
 from sharding_rules.errors import ShardingError
 

@@ -19,8 +19,8 @@ from graphtrain.errors import ImportedModelError
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import module_with_weights, stack_weights
-from graphtrain.weights.convert import import_hugging_face
 from graphtrain.weights.frozen import load_frozen_parameters
+from graphtrain.weights.hf_import import import_hugging_face
 from graphtrain.weights.sources import ConvertedFolder
 from lowering.trees import flatten, unflatten
 from lowering.xla import backend as xla

@@ -24,7 +24,8 @@ from graphtrain.planning.search import search
 from graphtrain.torch_frontend import experts
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import module_with_weights, stack_weights
-from graphtrain.weights.torch_modules import HuggingFaceWeights, export
+from graphtrain.weights.imported_export import export
+from graphtrain.weights.imported_folder import HuggingFaceWeights
 from lowering.machine.target import Target
 from lowering.trees import flatten, unflatten
 from sharding_rules.errors import ShardingError

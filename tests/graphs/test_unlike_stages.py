@@ -34,7 +34,8 @@ from graphtrain.planning.search import search
 from graphtrain.torch_frontend.describe import describe
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import module_with_weights, stack_weights
-from graphtrain.weights.torch_modules import HuggingFaceWeights, export
+from graphtrain.weights.imported_export import export
+from graphtrain.weights.imported_folder import HuggingFaceWeights
 from lowering.machine.target import Target
 from lowering.trees import flatten, unflatten
 from sharding_rules.errors import ShardingError

@@ -8,7 +8,7 @@ import os, shutil, signal, sys
 from pathlib import Path
 from graphtrain.checkpoints import output_directory
 from graphtrain.run.export_process import ExportJob, export
-from graphtrain.weights import convert, writer
+from graphtrain.weights import hf_export, hf_files, writer
 
 job = ExportJob("run", 4, None)
 calls = 0
@@ -24,8 +24,8 @@ def dying(function, at):
 
 def child(at):
     for place, name in (
-        (writer.SafetensorsWriter, "write"), (convert, "_write_config"), (convert, "copy_hf_files"),
-        (convert, "_write_files"), (Path, "rename"),
+        (writer.SafetensorsWriter, "write"), (hf_export, "_write_config"),
+        (hf_files, "copy_hf_files"), (hf_export, "_write_files"), (Path, "rename"),
     ):
         setattr(place, name, dying(getattr(place, name), at))
     export(job)

@@ -7,7 +7,7 @@ from graphtrain.checkpoints.joined_blocks import load_joined, rows_by_path
 from graphtrain.errors import TrainingError
 from graphtrain.graphs.dumped_arrays import NamedArray
 from graphtrain.torch_frontend.block_ranges import blocks_of, range_name
-from graphtrain.weights.torch_modules import rows_of
+from graphtrain.weights.layer_row_names import rows_of
 from lowering.trees import flatten, unflatten
 
 

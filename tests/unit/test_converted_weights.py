@@ -8,7 +8,8 @@ from published_folders import write_published
 
 from graphtrain.config.schema import Data, MixtureOfExperts, Model, Run
 from graphtrain.errors import TrainingError, WeightsError
-from graphtrain.weights.convert import ExportedFiles, export_hugging_face, import_hugging_face
+from graphtrain.weights.hf_export import ExportedFiles, export_hugging_face
+from graphtrain.weights.hf_import import import_hugging_face
 from graphtrain.weights.initial import open_initial_weights
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.weight_folder import open_weight_files

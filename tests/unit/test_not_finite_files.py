@@ -8,10 +8,11 @@ from published_folders import write_published
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Model, Program
 from graphtrain.errors import WeightsError
-from graphtrain.weights.convert import ExportedFiles, export_hugging_face, import_hugging_face
 from graphtrain.weights.digests import record_weights
 from graphtrain.weights.files import SafetensorsFiles
 from graphtrain.weights.finite import count_not_finite
+from graphtrain.weights.hf_export import ExportedFiles, export_hugging_face
+from graphtrain.weights.hf_import import import_hugging_face
 from graphtrain.weights.initial import part_reader
 from graphtrain.weights.megatron.layout import RankLayout
 from graphtrain.weights.mindspore.convert import from_mindspore

@@ -1,6 +1,6 @@
 """Names in configurations of PEFT: those that PEFT would take for experts are parameters."""
 
-from graphtrain.weights.peft import split_targets
+from graphtrain.weights.peft_config import split_targets
 
 MODULES = ["self_attn.o_proj", "mlp.up_proj", "mlp.shared_experts.down_proj"]
 

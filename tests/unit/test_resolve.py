@@ -42,7 +42,7 @@ _OTHERS = {
     "planning/lock.py": "an assessment, also one of another machine, names its target as text",
     "planning/reasons.py": "the rules of each strategy alone, to name the one that explains",
     "planning/search.py": "the memory of a device of a target; the mesh and rules are chosen",
-    "weights/torch_modules.py": "the host's CPU, on which weights are exported",
+    "weights/imported_export.py": "the host's CPU, on which weights are exported",
 }
 
 

@@ -150,7 +150,7 @@ def _tokenizer_of(folder: Path | None) -> str | None:
 
 
 def _convert(folder: Path, base: Path, report: ProgressCallback) -> None:
-    from graphtrain.weights.convert import import_hugging_face
+    from graphtrain.weights.hf_import import import_hugging_face
 
     if not (base / "model.toml").is_file():
         import_hugging_face(

@@ -14,6 +14,7 @@ from graphtrain.config.schema import Run, is_imported
 from graphtrain.config.serving_program import serving_program
 from graphtrain.errors import WeightsError
 from graphtrain.run.serving.weights import check_step
+from graphtrain.weights.imported_folder import HuggingFaceWeights
 from graphtrain.weights.initial import Index, open_initial_weights
 from graphtrain.weights.named_adapters import (
     NamedAdapter,
@@ -24,7 +25,6 @@ from graphtrain.weights.named_adapters import (
 )
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.sources import HF_FILES, WeightSource
-from graphtrain.weights.torch_modules import HuggingFaceWeights
 from lowering.trees import Tree
 
 

@@ -63,9 +63,9 @@ def load_weights(
         return restore_parameters(
             directory / "checkpoints", step, described, layer_order, trained.settings
         )
+    from graphtrain.weights.imported_folder import HuggingFaceWeights
     from graphtrain.weights.initial import load_initial_parameters, open_initial_weights
     from graphtrain.weights.open import open_weights
-    from graphtrain.weights.torch_modules import HuggingFaceWeights
 
     if step is None:
         weights = open_initial_weights(trained.model, run)

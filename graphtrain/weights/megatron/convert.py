@@ -15,16 +15,11 @@ from graphtrain.config.render import render_model
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
 from graphtrain.models.flops import is_gated
-from graphtrain.weights.convert import (
-    ConversionSummary,
-    Progress,
-    dtype_of,
-    first_names,
-    summarize,
-)
+from graphtrain.weights.conversion import ConversionSummary, Progress, summarize
+from graphtrain.weights.decoder_writer import dtype_of
 from graphtrain.weights.digests import record_weights
 from graphtrain.weights.families.family import LayerWeights, array_shape, to_decoder
-from graphtrain.weights.files import WeightFiles
+from graphtrain.weights.files import WeightFiles, first_names
 from graphtrain.weights.finite import read_finite
 from graphtrain.weights.megatron.arguments import model_from_arguments
 from graphtrain.weights.megatron.classic import RankFoldersCheckpoint

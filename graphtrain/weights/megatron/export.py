@@ -15,19 +15,13 @@ import numpy as np
 from graphtrain.checkpoints.output_directory import create_directory
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
-from graphtrain.weights.convert import (
-    ConversionSummary,
-    Progress,
-    exported_dtype,
-    read_config,
-    remove_padding,
-    run_of_imported_model,
-    summarize,
-    with_unpadded_vocab,
-)
+from graphtrain.weights.conversion import ConversionSummary, Progress, summarize
+from graphtrain.weights.exported_arrays import exported_dtype, remove_padding, with_unpadded_vocab
 from graphtrain.weights.families.family import LayerWeights, array_shape, to_hugging_face
 from graphtrain.weights.files import numpy_dtype_of
 from graphtrain.weights.finite import ExportedValues
+from graphtrain.weights.hf_files import read_config
+from graphtrain.weights.imported_run import run_of_imported_model
 from graphtrain.weights.megatron.layout import RankLayout
 from graphtrain.weights.megatron.rank_writer import Naming, write_rank_folders
 from graphtrain.weights.megatron.rows import megatron_family

@@ -12,14 +12,9 @@ from graphtrain.checkpoints.output_directory import create_directory
 from graphtrain.config.presets import preset_settings
 from graphtrain.config.schema import Model
 from graphtrain.errors import WeightsError
-from graphtrain.weights.convert import (
-    ConversionSummary,
-    Progress,
-    first_names,
-    summarize,
-    write_decoder,
-)
-from graphtrain.weights.files import WeightFiles
+from graphtrain.weights.conversion import ConversionSummary, Progress, summarize
+from graphtrain.weights.decoder_writer import write_decoder
+from graphtrain.weights.files import WeightFiles, first_names
 from graphtrain.weights.mindspore.rank_files import open_ckpt
 from graphtrain.weights.mindspore.rows import check_llama, mindformers_llama
 

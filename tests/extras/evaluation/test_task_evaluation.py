@@ -22,7 +22,7 @@ from graphtrain.data.tokenizers.huggingface import train_bpe
 from graphtrain.errors import DataError, MissingProgram
 from graphtrain.run.evaluation.harness_tasks import _metrics_offline
 from graphtrain.run.evaluation.task_results import TaskResults
-from graphtrain.weights.convert import import_hugging_face
+from graphtrain.weights.hf_import import import_hugging_face
 
 CONTEXT = 640
 LIMIT = 3

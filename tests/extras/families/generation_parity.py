@@ -21,7 +21,7 @@ from graphtrain.run.serving import open_engine as opening
 from graphtrain.run.serving.engine import CompiledEngine
 from graphtrain.run.serving.engine_protocol import SamplingParameters, TokenChoice
 from graphtrain.run.serving.open_engine import open_engine
-from graphtrain.weights.convert import import_hugging_face
+from graphtrain.weights.hf_import import import_hugging_face
 from graphtrain.weights.sources import ConvertedFolder
 
 COUNT = 8

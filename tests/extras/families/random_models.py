@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from graphtrain.config.schema import Batch, Config, Data, Mesh, Program, Run, Serve
-from graphtrain.weights.convert import import_hugging_face
+from graphtrain.weights.hf_import import import_hugging_face
 from graphtrain.weights.sources import ConvertedFolder
 
 LLAMA = transformers.LlamaConfig(

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 
 from graphtrain.config.schema import Model
 from graphtrain.models.decoder import forward, parameter_specs
-from graphtrain.weights.convert import export_hugging_face, import_hugging_face, read_config
 from graphtrain.weights.families import (
     FAMILIES,
     family_of_config,
@@ -28,6 +27,9 @@ from graphtrain.weights.families import (
     functional_settings,
 )
 from graphtrain.weights.families.family import to_decoder
+from graphtrain.weights.hf_export import export_hugging_face
+from graphtrain.weights.hf_files import read_config
+from graphtrain.weights.hf_import import import_hugging_face
 from graphtrain.weights.sources import ConvertedFolder
 from lowering.trees import flatten, unflatten
 

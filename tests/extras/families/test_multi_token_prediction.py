@@ -28,9 +28,11 @@ from graphtrain.config.schema import Batch, Program
 from graphtrain.graphs.objectives import token_losses
 from graphtrain.graphs.targets_ahead import with_targets_ahead
 from graphtrain.models.decoder import parameter_specs
-from graphtrain.weights.convert import export_hugging_face, import_hugging_face, read_config
 from graphtrain.weights.families import family_of_config
 from graphtrain.weights.families.family import to_decoder
+from graphtrain.weights.hf_export import export_hugging_face
+from graphtrain.weights.hf_files import read_config
+from graphtrain.weights.hf_import import import_hugging_face
 from graphtrain.weights.sources import ConvertedFolder
 from lowering.trees import flatten
 

@@ -11,7 +11,7 @@ from graphtrain.graphs.open_model import open_language_model
 from graphtrain.torch_frontend.blocks import Stack, divide
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import check_parity, stack_weights, unstack_weights
-from graphtrain.weights.torch_modules import rows_of
+from graphtrain.weights.layer_row_names import rows_of
 
 MODULES = Path(__file__).with_name("modules.py")
 

@@ -16,7 +16,7 @@ from graphtrain.config.schema import TorchModel
 from graphtrain.models.loss import cross_entropy
 from graphtrain.torch_frontend.model import open_model
 from graphtrain.torch_frontend.parity import UNOPTIMIZED, stack_weights, weights
-from graphtrain.weights.torch_modules import HuggingFaceWeights
+from graphtrain.weights.imported_folder import HuggingFaceWeights
 from lowering.trees import flatten, unflatten
 
 TOKENS, PADDING = 37, 3

@@ -13,11 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from graphtrain.errors import WeightsError
-from graphtrain.weights.convert import (
-    ExportedFiles,
-    export_hugging_face,
-    import_hugging_face,
-)
+from graphtrain.weights.hf_export import ExportedFiles, export_hugging_face
+from graphtrain.weights.hf_import import import_hugging_face
 from graphtrain.weights.sources import ConvertedFolder
 
 SIZES = {
@@ -321,10 +318,11 @@ MEASURE = """
 import sys
 from pathlib import Path
 from lowering.machine.host import peak_resident_bytes, resident_bytes
-import graphtrain.weights.convert as convert
+from graphtrain.weights import hf_export, hf_import
 import einops, ml_dtypes, safetensors
 before = resident_bytes()
-getattr(convert, sys.argv[1])(Path(sys.argv[2]), Path(sys.argv[3]), lambda done, count: None)
+functions = vars(hf_import) | vars(hf_export)
+functions[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]), lambda done, count: None)
 assert "jax" not in sys.modules
 print(peak_resident_bytes() - before)
 """

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import transformers
 
-from graphtrain.weights.torch_modules import HuggingFaceWeights
+from graphtrain.weights.imported_folder import HuggingFaceWeights
 from lowering.trees import flatten, unflatten
 
 SIZES = {

@@ -15,7 +15,7 @@ import transformers
 
 from graphtrain.errors import WeightsError
 from graphtrain.models.decoder import forward, parameter_specs
-from graphtrain.weights.convert import export_hugging_face
+from graphtrain.weights.hf_export import export_hugging_face
 from graphtrain.weights.megatron.arguments import model_from_arguments
 from graphtrain.weights.megatron.convert import from_megatron
 from graphtrain.weights.sources import ConvertedFolder

@@ -25,11 +25,13 @@ from graphtrain.models.lora.trainable import (
     trained_arrays,
 )
 from graphtrain.models.loss import cross_entropy
-from graphtrain.weights.convert import import_hugging_face, read_config
 from graphtrain.weights.factors import AdapterTable, from_peft, weights_of_layers
 from graphtrain.weights.families import family_of_config
 from graphtrain.weights.frozen import load_frozen_parameters
-from graphtrain.weights.peft import PeftAdapter, write_peft_folder
+from graphtrain.weights.hf_files import read_config
+from graphtrain.weights.hf_import import import_hugging_face
+from graphtrain.weights.peft_export import write_peft_folder
+from graphtrain.weights.peft_import import PeftAdapter
 from graphtrain.weights.sources import ConvertedFolder
 from lowering.trees import flatten, unflatten
 

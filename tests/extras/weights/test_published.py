@@ -13,8 +13,9 @@ from graphtrain.config.schema import TorchModel
 from graphtrain.errors import WeightsError
 from graphtrain.torch_frontend.model import OpenedModel, factory, open_model
 from graphtrain.torch_frontend.parity import stack_weights, unstack_weights
+from graphtrain.weights.imported_folder import HuggingFaceWeights
 from graphtrain.weights.published import SavedTensors
-from graphtrain.weights.torch_modules import HuggingFaceWeights, stored_buffers
+from graphtrain.weights.torch_modules import stored_buffers
 from lowering.trees import flatten, unflatten
 
 VOCAB = 40

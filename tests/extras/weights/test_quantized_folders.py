@@ -22,10 +22,11 @@ from graphtrain.errors import WeightsError
 from graphtrain.models.shapes import parameter_arrays
 from graphtrain.torch_frontend.model import factory, open_model
 from graphtrain.torch_frontend.parity import UNOPTIMIZED, stack_weights
-from graphtrain.weights.convert import export_hugging_face, import_hugging_face
+from graphtrain.weights.hf_export import export_hugging_face
+from graphtrain.weights.hf_import import import_hugging_face
+from graphtrain.weights.imported_folder import HuggingFaceWeights
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.quantized_files import open_hugging_face
-from graphtrain.weights.torch_modules import HuggingFaceWeights
 from lowering.trees import flatten, unflatten
 
 VOCAB = 40

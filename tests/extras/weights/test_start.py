@@ -29,7 +29,7 @@ from graphtrain.models.pipeline_stages import to_pipeline_layout
 from graphtrain.run.initial_weights import InitialWeights
 from graphtrain.run.serving.weights import load_weights
 from graphtrain.weights.base import verify_adapter_settings
-from graphtrain.weights.convert import import_hugging_face
+from graphtrain.weights.hf_import import import_hugging_face
 from graphtrain.weights.initial import load_initial_parameters, open_initial_weights
 from graphtrain.weights.open import open_weights
 from graphtrain.weights.sources import ConvertedFolder

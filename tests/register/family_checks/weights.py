@@ -16,8 +16,9 @@ from family_checks.states import Mismatch, values
 from graphtrain.config.schema import TorchModel
 from graphtrain.torch_frontend.model import factory, open_model
 from graphtrain.torch_frontend.parity import stack_weights, unstack_weights
+from graphtrain.weights.imported_folder import HuggingFaceWeights
 from graphtrain.weights.published import SavedTensors
-from graphtrain.weights.torch_modules import HuggingFaceWeights, stored_buffers
+from graphtrain.weights.torch_modules import stored_buffers
 from lowering.trees import Tree, flatten, unflatten
 
 
