@@ -1,11 +1,14 @@
 """Predicted beside measured steps on this CPU, after `graphtrain doctor --measure`.
 
-    python tests/benchmarks/calibration.py [--ranks] [--only NAME] [--json FILE]
+    python tests/benchmarks/calibration.py [--rounds N] [--ranks] [--only NAME] [--json FILE]
 
 Twelve configurations of different sizes, meshes, dtypes, checkpointing and models. Each one is
 compiled, planned and trained in a process of its own: the median of five runs of four steps, in
 processor time of the process and by the clock. Nothing of the time model is fitted to steps; what
 was looked at while it was written is marked, the other configurations are held out.
+
+A virtual machine's speed differs between minutes. With --rounds 5, each round measures a new
+machine profile and then takes every configuration once more; the row has the medians of rounds.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +193,46 @@ def in_process(name: str) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
+def measure_machine() -> None:
+    """Measure a machine profile, which predictions in this directory then use."""
+    command = [sys.executable, "-m", "graphtrain", "doctor", "--measure"]
+    result = subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True)
+    if result.returncode:
+        raise SystemExit(f"graphtrain doctor --measure failed:\n{result.stderr}")
+
+
+def measured_in_rounds(names: Iterable[str], rounds: int) -> dict[str, dict[str, Any]]:
+    """Return the medians of each configuration over rounds; 0: once, with the profile there is."""
+    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for index in range(max(rounds, 1)):
+        if rounds:
+            measure_machine()
+        for name, rows in measured.items():
+            rows.append(compared(name, in_process(name)))
+            print(f"{index + 1}: {table_row(name, rows[-1])}", flush=True)
+    return {name: compared(name, medians(rows)) for name, rows in measured.items()}
+
+
+def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians of rounds, with the spread of their measured processor time."""
+    numbers = [key for key, value in rows[0].items() if type(value) is float]
+    result = rows[-1] | {key: statistics.median(row[key] for row in rows) for key in numbers}
+    if len(rows) > 1:
+        times = [row["processor"] for row in rows]
+        result["spread"] = (max(times) - min(times)) / statistics.median(times)
+        result["errors"] = [row["error"] for row in rows]
+    return result
+
+
+def compared(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the errors of its predictions."""
+    return row | {
+        "held_out": name not in SEEN,
+        "error": row["predicted_processor"] / row["processor"] - 1,
+        "clock_error": row["predicted_clock"] / row["clock"] - 1,
+    }
+
+
 def table_row(name: str, row: dict[str, Any]) -> str:
     """Return a row of the table in docs/BENCHMARKS.md."""
     kind = "held out" if row["held_out"] else "seen"
@@ -201,19 +245,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", action="append", choices=[*CONFIGURATIONS, *MESHES])
     parser.add_argument("--ranks", action="store_true")
+    parser.add_argument("--rounds", type=int, default=0, help="profiles, and runs of each")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         print(json.dumps(measure(arguments.measure)))
         return
-    rows = {}
-    for name in arguments.only or (MESHES if arguments.ranks else CONFIGURATIONS):
-        rows[name] = row = in_process(name)
-        row["held_out"] = name not in SEEN
-        row["error"] = row["predicted_processor"] / row["processor"] - 1
-        row["clock_error"] = row["predicted_clock"] / row["clock"] - 1
-        print(table_row(name, row), flush=True)
+    names = arguments.only or (MESHES if arguments.ranks else CONFIGURATIONS)
+    rows = measured_in_rounds(names, arguments.rounds)
+    if arguments.rounds:
+        for name, row in rows.items():
+            print(table_row(name, row))
     errors = {name: abs(row["error"]) for name, row in rows.items()}
     within = {name for name, error in errors.items() if error <= TOLERANCE}
     held_out = errors.keys() - {*SEEN}
