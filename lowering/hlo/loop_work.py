@@ -42,6 +42,7 @@ FUNCTIONS = {
 _LAPACK = re.compile(r'custom_call_target="lapack_[sdcz](\w+?)_ffi"')
 FACTORIZATIONS = {"geqrf": "qr", "orgqr": "qr", "syevd": "eigh"}
 UNMEASURED = "LAPACK's "
+_REDUCTIONS = ("reduce", "reduce-window")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose")
 # Kinds of moves, the one that takes longest first.
@@ -87,7 +88,7 @@ def fused_work(fused: Computation, partitions: int) -> LoopWork:
     """
     results, in_place = _results(fused)
     users = _users(fused)
-    reductions = [one for one in fused.instructions.values() if one.opcode == "reduce"]
+    reductions = [one for one in fused.instructions.values() if one.opcode in _REDUCTIONS]
     counts = sum(map(_count, results)), *(_computed(fused, one) for one in reductions)
     elements: Counter[str] = Counter()
     moved = sum(map(nbytes, results))
@@ -188,7 +189,7 @@ def _kind(computation: Computation, one: Instruction) -> str | None:
         return "to_bfloat16" if narrows else None
     if opcode in ("copy", "transpose"):
         return _kind_of_move(computation, one)
-    if opcode in ("reduce", "reduce-window"):
+    if opcode in _REDUCTIONS:
         return "reduce"
     if lapack := _lapack_routine(one):
         return FACTORIZATIONS.get(lapack, UNMEASURED + lapack)
@@ -249,7 +250,7 @@ def _computed(computation: Computation, one: Instruction) -> int:
     shapes = computation.operand_shapes(one)
     if _lapack_routine(one) and shapes:
         return _count(shapes[0]) * min(arrays(shapes[0])[0][1][-2:])
-    if one.opcode in ("reduce", "reduce-window") and shapes:
+    if one.opcode in _REDUCTIONS and shapes:
         return _count(shapes[0])
     if one.opcode == "sort":
         size = _count(shapes[0]) if shapes else 0

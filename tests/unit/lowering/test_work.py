@@ -127,6 +127,32 @@ def test_moves_are_told_apart_and_an_update_is_rounded_alone():
     assert fused_work(computations["fused_narrow"], 1).bytes == 8 * (4 + 2) + 4
 
 
+def test_a_reduction_in_windows_counts_with_what_it_reads():
+    text = """\
+HloModule m
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%fused (p0: f32[4,128,192], p1: f32[]) -> f32[1,4,192] {
+  %p0 = f32[4,128,192]{2,1,0} parameter(0)
+  %p1 = f32[] parameter(1)
+  ROOT %sums = f32[1,4,192]{2,1,0} reduce-window(%p0, %p1), window={size=4x32x1}, to_apply=%add
+}
+
+ENTRY %main (p0: f32[4,128,192], p1: f32[]) -> f32[1,4,192] {
+  %p0 = f32[4,128,192]{2,1,0} parameter(0)
+  %p1 = f32[] parameter(1)
+  ROOT %fusion = f32[1,4,192]{2,1,0} fusion(%p0, %p1), kind=kLoop, calls=%fused
+}
+"""
+    (loop,) = read_work(text).loops
+    assert dict(loop.elements) == {"reduce": 4 * 128 * 192}
+
+
 def test_a_convolution_counts_as_the_product_that_it_is():
     def convolve(images, kernel):
         return jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", feature_group_count=2)

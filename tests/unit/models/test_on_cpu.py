@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from graphtrain.config.schema import Model
 from graphtrain.graphs.optimizer import _clip
 from graphtrain.models.activations import ACTIVATIONS, apply_activation
 from graphtrain.models.attention import blockwise
@@ -13,6 +15,7 @@ from graphtrain.models.attention.dot_product import dot_product_attention
 from graphtrain.models.attention.score_mods import ScoreTransform
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.loss import cross_entropy
+from graphtrain.models.norms import Norm
 from lowering.machine.target import Target
 from lowering.tracing.cpu_hints import KEEP_OPTIMIZATION_BARRIERS, cast_round_to_even, materialize
 from lowering.tracing.current_target import trace_for_target
@@ -123,3 +126,23 @@ def test_casts_round_as_xla_rounds_by_itself():
     np.testing.assert_array_equal(of_y.view(np.uint16), got.view(np.uint16))
     assert of_x.dtype == jnp.float32 and (of_x == 1).all()
     assert jnp.isnan(not_numbers).all()
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_one_sequence_is_normalized_as_beside_another(norm):
+    """A CPU gets a single sequence without its first dimension, in which sums are slow."""
+    layer = Norm(Model(layers=1, embed=16, heads=2, mlp=8, vocab=8, norm=norm))
+    random = np.random.default_rng(0)
+    x, of_y = (jnp.asarray(random.standard_normal((2, 5, 16)), jnp.float32) for _ in range(2))
+    structure, weights = nnx.split(layer)
+
+    def gradients(x, of_y):
+        with trace_for_target(Target.parse("cpu:1")):
+            y, back = jax.vjp(lambda w, x: nnx.merge(structure, w)(x), weights, x)
+            return y, back(of_y)[1]
+
+    both, alone = gradients(x, of_y), gradients(x[:1], of_y[:1])
+    for whole, one in zip(both, alone, strict=True):
+        np.testing.assert_allclose(one, whole[:1], rtol=1e-6, atol=1e-6)
+    text = str(jax.make_jaxpr(gradients)(x[:1], of_y[:1]))
+    assert "reduce_sum[axes=(1,)" in text and "reduce_sum[axes=(2,)" not in text
