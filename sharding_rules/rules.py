@@ -1,7 +1,7 @@
 """Rules: tables from array axis to mesh axes, from presets and from the user's files."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -49,7 +49,7 @@ class Rules:
         """
         tables: dict[str, dict[str, tuple[str, ...]]] = {name: {} for name in _TABLES}
         arrays: dict[str, Table] = {}
-        problems: list[RuleProblem] = []
+        problems = [*_exclusive_presets(names)]
         for name in names:
             document = _read(name, problems)
             for table in _TABLES:
@@ -128,6 +128,13 @@ def matches(path: str, pattern: str) -> bool:
 def presets() -> list[str]:
     """Return the names of the rule tables that are included in graphtrain."""
     return sorted(path.stem for path in _PRESETS.glob("*.toml"))
+
+
+def _exclusive_presets(names: Sequence[str]) -> Iterator[RuleProblem]:
+    """Yield a problem if names have two presets for the same mesh axis."""
+    if {"context", "ulysses"} <= {*names}:
+        reason = '"ulysses" replaces "context": both divide sequences along context; remove one'
+        yield RuleProblem("ulysses", (), reason)
 
 
 def _read(name: str, problems: list[RuleProblem]) -> dict[str, Any]:

@@ -198,6 +198,22 @@ def test_generation_does_not_mind_the_batch_of_training(place):
             "program.mesh.context = 8; use 56 or 64, or program.mesh.context = 1, 2, 4",
         ),
         (
+            ['program.rules=["context"]', "program.mesh={context=8}", "program.batch.seq_len=72"],
+            "--set program.batch.seq_len=72: program.batch.seq_len = 72 is not a multiple of twice "
+            "program.mesh.context = 8, into which ring attention divides sequences; use 64 or 80, "
+            'or "ulysses" instead of "context" in program.rules',
+        ),
+        (
+            ['program.rules=["context", "ulysses"]'],
+            '--set program.rules=["context", "ulysses"]: program.rules: \'ulysses\': '
+            '"ulysses" replaces "context": both divide sequences along context; remove one',
+        ),
+        (
+            ["program.loss.label_smoothing=0.3"],
+            "--set program.loss.label_smoothing=0.3: program.loss: label_smoothing is only for "
+            'kind = "dpo"; remove it',
+        ),
+        (
             ["run.data.train=data"],
             "--set run.data.train=data: run.data.train: data: is a directory, not a dataset; it "
             "holds train, validation: name one of them, for example data/train",

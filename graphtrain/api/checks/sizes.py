@@ -41,12 +41,33 @@ class _Dimension(NamedTuple):
 
 def size_problems(program: ResolvedProgram) -> Iterator[Problem]:
     """Yield each setting whose size is not a multiple of its shards, once."""
-    return _problems(program, _dimensions(program))
+    yield from _problems(program, _dimensions(program))
+    yield from _ring_problems(program)
 
 
 def batch_size_problems(program: ResolvedProgram) -> Iterator[Problem]:
     """Yield those of the settings of [program.batch]."""
-    return _problems(program, _batch_dimensions(program))
+    yield from _problems(program, _batch_dimensions(program))
+    yield from _ring_problems(program)
+
+
+def _ring_problems(program: ResolvedProgram) -> Iterator[Problem]:
+    """Yield a length of sequences of which ring attention cannot give each device two chunks."""
+    names = program.rules.activations.get("kv_seq", ())
+    names = tuple(one for one in names if program.mesh.axes.get(one, 1) > 1)
+    devices, length = program.mesh.size(names), program.batch.seq_len
+    if devices == 1 or length % devices or length % (2 * devices) == 0:
+        return  # not divided at all, it has another problem
+    setting, mesh_axes = _SETTINGS["seq"], [("program", "mesh", name) for name in names]
+    lower = length // (2 * devices) * 2 * devices
+    sizes = " or ".join(str(one) for one in (lower, lower + 2 * devices) if one)
+    axes = " x ".join(".".join(one) for one in mesh_axes)
+    message = (
+        f"{'.'.join(setting)} = {length} is not a multiple of twice {axes} = {devices}, into which "
+        f'ring attention divides sequences; use {sizes}, or "ulysses" instead of "context" in '
+        "program.rules"
+    )
+    yield Problem("program", message, (setting, *mesh_axes))
 
 
 def _problems(program: ResolvedProgram, dimensions: Iterator[_Dimension]) -> Iterator[Problem]:

@@ -38,6 +38,8 @@ class Loss:
             raise ValueError('z_loss is only for kind = "cross_entropy"; remove it')
         if self.kind == "dpo" and self.has_chunks:
             raise ValueError('chunk is only for kind = "cross_entropy"; remove it')
+        if self.kind != "dpo" and (names := self._set_of_dpo):
+            raise ValueError(f'{" and ".join(names)} is only for kind = "dpo"; remove it')
         refused = {'kind = "dpo"': self.kind == "dpo", "z_loss": self.z_loss,
                    "chunk": self.has_chunks}  # fmt: skip
         if self.custom and (names := [name for name, is_set in refused.items() if is_set]):
@@ -54,6 +56,12 @@ class Loss:
         if self.custom is None:
             return None
         return UserCode("program.loss.custom", "graphtrain.losses", self.custom)
+
+    @property
+    def _set_of_dpo(self) -> list[str]:
+        """Names of the settings of DPO that are not at their defaults."""
+        defaults = {"beta": Loss.beta, "label_smoothing": Loss.label_smoothing}
+        return [name for name, default in defaults.items() if getattr(self, name) != default]
 
     @property
     def has_chunks(self) -> bool:
