@@ -46,13 +46,13 @@ def command(directory: Path, like: str, data: tuple[Path, ...], tokenizer: str |
     exists is replaced.
     """
     from graphtrain.api.starters.project import create_project
-    from graphtrain.cli.data import documents, progress
+    from graphtrain.cli.data_output import describe_documents, progress
 
     with progress() as report:
         project = create_project(directory, like, data, tokenizer, report)
     for name in ("train", "validation"):
         if (split := getattr(project.data, name)) is not None:
-            say(f"{directory / 'data' / name}: {documents(split)}")
+            say(f"{directory / 'data' / name}: {describe_documents(split)}")
     say(f"{project.config_path}: {_description(project.config)}")
     say(f"next: {shlex.join(['graphtrain', 'run', str(directory), '--compile'])}")
 
