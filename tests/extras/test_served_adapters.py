@@ -149,7 +149,7 @@ def write_nan(engine: CompiledEngine, slot: int) -> None:
     def overwrite(array: jax.Array) -> jax.Array:
         return array.at[(slice(None),) * axis + (slot,)].set(np.nan)
 
-    engine._state["kv_cache"] = jax.tree.map(overwrite, engine._state["kv_cache"])
+    engine._model.state["kv_cache"] = jax.tree.map(overwrite, engine._model.state["kv_cache"])
 
 
 def assert_overflows_stay_in_their_slot(

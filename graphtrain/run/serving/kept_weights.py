@@ -10,6 +10,7 @@ a server beside it keeps none.
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Generator
 from pathlib import Path
 
@@ -69,6 +70,18 @@ class KeptWeights:
             return lowering.backend(program.target).from_shards(described, part)
         except (OSError, ValueError) as error:  # for example: replaced by another server just now
             raise DamagedCheckpoint(self.folder, f"it cannot be read ({error})") from None
+
+    def keep(self, program: ResolvedProgram, weights: Tree) -> Generator[str, None, None]:
+        """Write the weights for the next start, or warn why not; yield the name of each array."""
+        if not self.has_room_for(weights):
+            warnings.warn(
+                f"no room to keep weights for the next start: {self.folder}", stacklevel=2
+            )
+            return
+        try:
+            yield from self.write(program, weights)
+        except WeightsError as error:
+            warnings.warn(f"no weights are kept for the next start: {error}", stacklevel=2)
 
     def write(self, program: ResolvedProgram, weights: Tree) -> Generator[str, None, None]:
         """Write the weights in place of others that were kept; yield the name of each array.

@@ -17,7 +17,8 @@ from graphtrain.config.serving_program import serving_program
 from graphtrain.graphs.names import ServingPurpose, graphs_for
 from graphtrain.run.agreement import check_same_executables, on_all_ranks
 from graphtrain.run.programs import LoadedPrograms
-from graphtrain.run.serving.engine import CompiledEngine, first_prefill_name
+from graphtrain.run.serving.device_model import first_prefill_name
+from graphtrain.run.serving.engine import CompiledEngine
 from graphtrain.run.serving.kept_weights import KeptWeights, kept_weights
 from graphtrain.run.serving.weights import check_step, load_weights
 from graphtrain.run.trained_tokenizer import check_trained_tokenizer
