@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,6 +40,7 @@ class Callback(Protocol):
         """Note that the run is complete, or was stopped by a signal."""
 
 
+Notify = Callable[..., None]  # called with the name of an event and its arguments
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 

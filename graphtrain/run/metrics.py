@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from graphtrain.run.event_file import EventFile
 from sharding_rules.documents import DocumentError, read_bytes
 
 Record = Mapping[str, float | int | None]
+Report = Callable[[Record], None]
+JournalPosition = Callable[[], dict[str, Any] | None]
 METRICS_NAME = "metrics.jsonl"
 _DIGITS = 6  # written of a measured value
 # A float32 is read back exactly from nine digits; a mean of float32 in float64 is written in full.

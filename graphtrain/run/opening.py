@@ -30,7 +30,7 @@ from graphtrain.run.batch_placement import BatchPlacement
 from graphtrain.run.goodput import activities
 from graphtrain.run.goodput.timeline import Timeline
 from graphtrain.run.initial_weights import InitialWeights
-from graphtrain.run.loop import run_validation_batches
+from graphtrain.run.periodic_evaluations import run_validation_batches
 from graphtrain.run.programs import LoadedPrograms
 from graphtrain.run.resume import batch_changed, data_changed
 from graphtrain.run.spikes import NAME as SPIKES_NAME

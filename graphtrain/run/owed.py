@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from graphtrain.config.schema import Run
-from graphtrain.run.loop import are_scores_due, is_evaluation_due
 from graphtrain.run.metrics import has_scores, read_journal
+from graphtrain.run.periodic_evaluations import are_scores_due, is_evaluation_due
 from lowering.xla import distributed
 
 

@@ -14,12 +14,12 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.run_record import write_run_config
 from graphtrain.config.schema import Config
 from graphtrain.planning.parameters import ParameterCount
+from graphtrain.run.callbacks import Notify
 from graphtrain.run.earlier_runs import set_aside, set_metrics_aside
 from graphtrain.run.events import RunStart
 from graphtrain.run.goodput.timeline import Timeline
 from graphtrain.run.initial_weights import InitialWeights
-from graphtrain.run.loop import JournalPosition, Notify, Report
-from graphtrain.run.metrics import Journal, Record
+from graphtrain.run.metrics import Journal, JournalPosition, Record, Report
 from graphtrain.run.resume import Resumption, schedule_note
 
 if TYPE_CHECKING:

@@ -13,13 +13,12 @@ from graphtrain.checkpoints.checkpoint import check_directory
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config, Program, Run
 from graphtrain.run.agreement import on_all_ranks
-from graphtrain.run.callbacks import Callback, notify
+from graphtrain.run.callbacks import Callback, Notify, notify
 from graphtrain.run.directory_lock import locked_run_directory
 from graphtrain.run.file_uploads import uploading_files
 from graphtrain.run.goodput import activities
 from graphtrain.run.goodput.timeline import Timeline
 from graphtrain.run.log import RunLog
-from graphtrain.run.loop import Notify
 from graphtrain.run.trackers.thread import tracking
 from graphtrain.run.watchdog import Watchdog, watched
 from lowering.xla import distributed

@@ -27,8 +27,9 @@ from graphtrain.run.export import finish_export
 from graphtrain.run.goodput import activities
 from graphtrain.run.goodput.timeline import Timeline
 from graphtrain.run.initial_weights import InitialWeights, load_initial_weights
-from graphtrain.run.loop import JournalPosition, Report, TrainingLoop
+from graphtrain.run.loop import TrainingLoop
 from graphtrain.run.measurements import record_measurements
+from graphtrain.run.metrics import JournalPosition, Report
 from graphtrain.run.opening import (
     init_state,
     leave_out,

@@ -8,8 +8,8 @@ import pytest
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, LossScaling, Model, Precision, Program
 from graphtrain.models.compute_dtype import check_compute_dtype
-from graphtrain.run.loop import is_overflow
 from graphtrain.run.metrics import good_steps
+from graphtrain.run.pending_step import is_overflow
 from graphtrain.run.report_lines import MeanSpeed, step_line
 from lowering.errors import LoweringError
 

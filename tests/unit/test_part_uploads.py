@@ -22,7 +22,7 @@ from graphtrain.checkpoints.tiered import TieredCheckpoints
 from graphtrain.config.schema import CheckpointSettings
 from graphtrain.errors import TrainingError
 from graphtrain.run import agreement, resume
-from graphtrain.run.loop import TrainingLoop
+from graphtrain.run.checkpoint_saves import CheckpointSaves
 from graphtrain.run.uploads import Uploads
 from lowering.machine.target import Target
 from lowering.xla.backend import from_shards
@@ -147,26 +147,24 @@ def test_a_step_whose_write_ends_while_the_next_one_is_saved_is_uploaded(tmp_pat
         write(*arguments)
 
     monkeypatch.setattr(HostTier, "write", write_slowly)
-    loop = object.__new__(TrainingLoop)
-    loop.__dict__ |= {
-        "checkpoints": tiered(tmp_path, parts),
-        "run": SimpleNamespace(verify_every=None),
-        "phases": SimpleNamespace(
-            current=SimpleNamespace(
-                phase=SimpleNamespace(program=SimpleNamespace(target=Target.parse("cpu:1"))),
-                identity={},
-            ),
-            loader=SimpleNamespace(state=dict),
-        ),
-        "spikes": SimpleNamespace(state=dict),
-        "changes": [],
-        "notify": lambda event, *arguments: getattr(uploads, event)(*arguments),
-        "_journal_position": lambda: None,
-    }
+    place = tiered(tmp_path, parts)
+    phase = SimpleNamespace(program=SimpleNamespace(target=Target.parse("cpu:1")))
+    phases = SimpleNamespace(
+        current=SimpleNamespace(phase=phase, identity={}), loader=SimpleNamespace(state=dict)
+    )
+    saves = CheckpointSaves(
+        SimpleNamespace(verify_every=None),
+        phases,
+        place,
+        SimpleNamespace(state=dict),
+        [],
+        lambda event, *arguments: getattr(uploads, event)(*arguments),
+    )
+    common = {"validation_loss": None, "journal": lambda: None, "is_whole": True, "is_last": False}
     for step in (40, 60):
-        loop._save(step, state(), None, is_whole=True, is_last=False)
+        saves.save(step, state(), **common)
     assert asked == [40]
-    loop.checkpoints.close()
+    place.close()
 
 
 def test_without_remote_every_each_checkpoint_is_uploaded(tmp_path):
