@@ -6,8 +6,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+import torch
 
 from graphtrain.config.schema import AttentionImplementation
+from graphtrain.errors import ImportedModelError
 from graphtrain.models.attention import module as native
 from graphtrain.models.attention.cached import attend_to_cache
 from graphtrain.models.attention.kv_cache import LayerCache, cache_rows, layer_cache
@@ -28,6 +30,40 @@ def feature_needing_native_attention() -> str | None:
     if ring := mesh_axes_of("kv_seq"):
         return f"splitting the keys of a sequence over {' x '.join(ring)} (the rules context)"
     return None if cache_rows() is None else "decoding with a KV cache"
+
+
+def requested_feature(how: AttentionImplementation) -> str | None:
+    """Return the requested feature that only the native attention supports, or None.
+
+    Args:
+        how: program.model.attention.
+    """
+    forced = 'program.model.attention = "flash"' if how == "flash" else None
+    return feature_needing_native_attention() or forced
+
+
+def refuse_own_attention(
+    module: torch.nn.Module, how: AttentionImplementation, *, is_hf: bool
+) -> None:
+    """Refuse a module that computes its own attention, if a feature needs the native one.
+
+    Args:
+        module: A module that did not call the native attention.
+        how: program.model.attention.
+        is_hf: Whether it is a model of transformers.
+
+    Raises:
+        ImportedModelError: such a feature is requested.
+    """
+    if (feature := requested_feature(how)) is None:
+        return
+    advice = "call scaled_dot_product_attention with is_causal = True"
+    if is_hf:
+        advice = "use the native decoder (graphtrain convert hf-to-graphtrain)"
+    raise ImportedModelError(
+        f"{feature} requires graphtrain's attention, but {type(module).__name__} computes "
+        f"its own or applies dropout to it; {advice}"
+    )
 
 
 def causal_attention(

@@ -159,3 +159,17 @@ def _residual_width(shapes: Mapping[str, tuple[int, ...]], vocab: int) -> int:
         return 0
     rows, columns = tables[0]
     return columns if rows == vocab else rows
+
+
+def embed_width(parameters: Mapping[str, torch.Tensor], axes: Mapping[str, NamedAxes]) -> int:
+    """Return the width of the residual stream; 0 if there is no token embedding.
+
+    Args:
+        parameters: Parameters of a module, by name.
+        axes: Array axes of each.
+    """
+    for name, parameter in parameters.items():
+        named = axes[name].axes
+        if set(named) == {"vocab", "embed"}:
+            return parameter.shape[named.index("embed")]
+    return 0

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks, list_lengths
 from graphtrain.torch_frontend.expert_loops import unsorted_experts
-from graphtrain.torch_frontend.model import OpenedModel, open_model
+from graphtrain.torch_frontend.model import OpenedModel
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import stored_parity
 from graphtrain.torch_frontend.staged_blocks import StagedBlocks, span
 

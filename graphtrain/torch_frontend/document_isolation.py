@@ -16,7 +16,7 @@ import numpy as np
 
 from graphtrain.errors import ImportedModelError
 from graphtrain.models.attention.segment_mask import isolate_documents
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import (
     UNOPTIMIZED,
     disable_dropout,

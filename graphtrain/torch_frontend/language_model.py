@@ -41,7 +41,7 @@ class TorchLanguageModel(ModuleFacts):
         """
         # Before an import fails with an obscure error.
         check_versions(installed(), hf=self.settings.hf is not None)
-        from graphtrain.torch_frontend.model import open_model
+        from graphtrain.torch_frontend.open_module import open_model
 
         return open_model(self.settings)
 

@@ -6,7 +6,7 @@ iteration of the scan returns the sums that the loss needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,8 @@ import torch
 
 from graphtrain.errors import ImportedModelError
 from graphtrain.models.layer_terms import LayerTerms
+from lowering.tracing.constrain import in_shard_map
+from sharding_rules.errors import ShardingError
 
 # Per expert: share of tokens routed to it, and mean router probability.
 RouterStatistics = tuple[jax.Array, jax.Array]
@@ -54,6 +56,32 @@ class LoadBalancing:
             )
         config.output_router_logits = False
         return cls(weight, config.num_experts_per_tok, recorder.target_class, recorder.index)
+
+    def check(self, module: torch.nn.Module, is_in_scan: Callable[[str], bool]) -> None:
+        """Refuse programs that would balance experts over fewer tokens than the module does.
+
+        Args:
+            module: The module.
+            is_in_scan: Whether a module of this name is inside a block that a scan runs.
+
+        Raises:
+            ImportedModelError: a router is outside of the scans.
+            ShardingError: the loss is computed for the tokens of one replica at a time.
+        """
+        outside = [inner for name, inner in module.named_modules() if not is_in_scan(name)]
+        if any(isinstance(inner, self.router) for inner in outside):
+            raise ImportedModelError(
+                "output_router_logits adds a load-balancing loss, which requires that blocks "
+                "with a router run in scans; `graphtrain plan` reports how these differ. Or set it "
+                "to false in program.model.overrides"
+            )
+        if in_shard_map():
+            raise ShardingError(
+                'batch.gradient_reduction = "per_step" computes the loss of one replica\'s tokens '
+                "at a time, but "
+                "output_router_logits balances experts over the tokens of all replicas; use "
+                'batch.gradient_reduction = "per_microbatch"'
+            )
 
     @contextmanager
     def recording(self, block: torch.nn.Module) -> Iterator[list[RouterStatistics]]:

@@ -28,7 +28,10 @@ from graphtrain.models.loss import cross_entropy
 from graphtrain.torch_frontend.bridge import to_numpy
 from graphtrain.torch_frontend.image_text import ImageInputs
 from graphtrain.torch_frontend.joint import autocast_on_cpu
-from graphtrain.torch_frontend.model import OpenedModel, extract_logits, factory, open_uncached
+from graphtrain.torch_frontend.model import OpenedModel
+from graphtrain.torch_frontend.module_calls import extract_logits
+from graphtrain.torch_frontend.module_factory import factory
+from graphtrain.torch_frontend.open_module import open_uncached
 from graphtrain.torch_frontend.parity_batch import comparison_batch
 from graphtrain.torch_frontend.shrink import shrink_model
 from graphtrain.torch_frontend.silent_failures import likely_causes, user_code_error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graphtrain.config.hf_config import read_config, with_overrides
 from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend.meta_module import build_on_meta, parameter_count
-from graphtrain.torch_frontend.model import factory
+from graphtrain.torch_frontend.module_factory import factory
 from graphtrain.torch_frontend.transformers_model import with_special_floats
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ def meta_module_of(model: TorchModel) -> MetaModule:
     purpose = "run.init_from: a folder with tensors that are no parameters of the module"
     with optional_import(purpose, "torch"):
         from graphtrain.torch_frontend.meta_module import build_on_meta
-        from graphtrain.torch_frontend.model import factory
+        from graphtrain.torch_frontend.module_factory import factory
     return build_on_meta(factory(model))
 
 

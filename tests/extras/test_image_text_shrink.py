@@ -10,7 +10,7 @@ from graphtrain.config.schema import TorchModel
 from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend.image_text import ImageInputs
 from graphtrain.torch_frontend.meta_module import build_on_meta
-from graphtrain.torch_frontend.model import factory
+from graphtrain.torch_frontend.module_factory import factory
 from graphtrain.torch_frontend.shrink import shrink_model
 
 VOCAB = 151_936  # so that the model is too large to be compared as it is

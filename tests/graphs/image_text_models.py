@@ -11,7 +11,8 @@ from programs import batch, program
 
 from graphtrain.config.hf_images import image_layout
 from graphtrain.config.schema import Batch, Program, TorchModel
-from graphtrain.torch_frontend.model import OpenedModel, open_model
+from graphtrain.torch_frontend.model import OpenedModel
+from graphtrain.torch_frontend.open_module import open_model
 
 
 def program_of(kind: str, directory: Path, images: int = 2, **settings: Any) -> Program:

@@ -25,7 +25,7 @@ from graphtrain.config.schema import (
     Program,
 )
 from graphtrain.models.quantized_matmul import quantized_dot
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import unstack_weights
 from lowering.trees import flatten, unflatten
 

@@ -17,7 +17,7 @@ from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Adapter, Batch, Loss, Mesh, PipelineSettings
 from graphtrain.errors import ImportedModelError
 from graphtrain.graphs.open_model import open_language_model
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import module_with_weights, stack_weights
 from graphtrain.weights.frozen import load_frozen_parameters
 from graphtrain.weights.hf_import import import_hugging_face

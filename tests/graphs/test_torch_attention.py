@@ -22,7 +22,7 @@ from graphtrain.models.attention.cache_layout import DOT_LAYOUT, CacheSize
 from graphtrain.models.attention.kv_cache import CacheRows, layer_cache_specs
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.torch_frontend.bridge import to_numpy
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import module_with_weights, stack_weights
 from lowering.trees import flatten, unflatten
 

@@ -19,7 +19,7 @@ from graphtrain.config.schema import Batch, Mesh, PipelineSettings, TorchModel
 from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend import experts
 from graphtrain.torch_frontend.load_balancing import LoadBalancing
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import check_parity, unstack_weights
 from lowering.trees import flatten
 from sharding_rules.errors import ShardingError

@@ -11,7 +11,7 @@ from programs import CUBE, batch, loaded, placed_inputs, program
 from torch_families import FAMILIES, MORE, imported
 
 from graphtrain.config.schema import Batch, Optimizer, Program
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,

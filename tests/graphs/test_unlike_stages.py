@@ -32,7 +32,7 @@ from graphtrain.errors import PlanError
 from graphtrain.graphs.build import build_graph
 from graphtrain.planning.search import search
 from graphtrain.torch_frontend.describe import describe
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import module_with_weights, stack_weights
 from graphtrain.weights.imported_export import export
 from graphtrain.weights.imported_folder import HuggingFaceWeights

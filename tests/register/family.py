@@ -23,7 +23,7 @@ from family_checks.training import check_training
 from family_checks.weights import check_weights
 
 from graphtrain.config.schema import TorchModel
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.open_module import open_model
 from sharding_rules.errors import UserError
 
 

@@ -62,7 +62,7 @@ def eager_step(
     with optional_import("graphtrain dump --torch"):
         import torch
 
-        from graphtrain.torch_frontend.model import open_model
+        from graphtrain.torch_frontend.open_module import open_model
         from graphtrain.torch_frontend.parity import module_with_weights, unstack_weights
     model = program.model
     assert isinstance(model, TorchModel)

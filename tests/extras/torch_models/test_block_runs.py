@@ -9,7 +9,7 @@ from graphtrain.config.schema import TorchModel
 from graphtrain.errors import ImportedModelError
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.torch_frontend.blocks import Stack, divide
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import check_parity, stack_weights, unstack_weights
 from graphtrain.weights.layer_row_names import rows_of
 

@@ -12,7 +12,7 @@ from scipy import stats
 from graphtrain.config.schema import TorchModel
 from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend.meta_module import _truncated_normal
-from graphtrain.torch_frontend.model import open_model, open_uncached
+from graphtrain.torch_frontend.open_module import open_model, open_uncached
 from lowering.trees import flatten
 
 MODULES = Path(__file__).with_name("modules.py")

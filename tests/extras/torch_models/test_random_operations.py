@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from graphtrain.config.schema import TorchModel
-from graphtrain.torch_frontend.model import factory, open_model
+from graphtrain.torch_frontend.module_factory import factory
+from graphtrain.torch_frontend.open_module import open_model
 
 MODULES = Path(__file__).with_name("modules.py")
 TOKENS = jnp.zeros((8, 128), jnp.int32)

@@ -16,7 +16,7 @@ from graphtrain.torch_frontend.blocks import Stack
 from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment
 from graphtrain.torch_frontend.document_isolation import check_documents_isolated
 from graphtrain.torch_frontend.hf_attention import CausalMask, _torch_attention
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import (
     GRADIENT_TOLERANCE,
     _gradient_differences,

@@ -6,7 +6,7 @@ import pytest
 
 from graphtrain.config.schema import TorchModel
 from graphtrain.torch_frontend.describe import describe
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.open_module import open_model
 
 MODULES = Path(__file__).with_name("modules.py")
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from graphtrain.config.schema import TorchModel
 from graphtrain.models.loss import cross_entropy
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import UNOPTIMIZED, stack_weights, weights
 from graphtrain.weights.imported_folder import HuggingFaceWeights
 from lowering.trees import flatten, unflatten

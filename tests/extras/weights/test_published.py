@@ -11,7 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from graphtrain.config.schema import TorchModel
 from graphtrain.errors import WeightsError
-from graphtrain.torch_frontend.model import OpenedModel, factory, open_model
+from graphtrain.torch_frontend.model import OpenedModel
+from graphtrain.torch_frontend.module_factory import factory
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import stack_weights, unstack_weights
 from graphtrain.weights.imported_folder import HuggingFaceWeights
 from graphtrain.weights.published import SavedTensors

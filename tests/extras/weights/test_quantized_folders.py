@@ -20,7 +20,8 @@ from transformers.integrations import finegrained_fp8, mxfp4
 from graphtrain.config.schema import TorchModel
 from graphtrain.errors import WeightsError
 from graphtrain.models.shapes import parameter_arrays
-from graphtrain.torch_frontend.model import factory, open_model
+from graphtrain.torch_frontend.module_factory import factory
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import UNOPTIMIZED, stack_weights
 from graphtrain.weights.hf_export import export_hugging_face
 from graphtrain.weights.hf_import import import_hugging_face

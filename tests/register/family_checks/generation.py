@@ -15,7 +15,7 @@ from graphtrain.graphs.open_model import open_language_model
 from graphtrain.models.attention.cache_layout import DOT_LAYOUT, CacheSize
 from graphtrain.models.attention.kv_cache import CacheRows, layer_cache_specs
 from graphtrain.torch_frontend.document_isolation import check_documents_isolated
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import module_with_weights
 from lowering.trees import Tree, unflatten
 

@@ -25,7 +25,7 @@ from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Mesh, PipelineSettings, TorchModel
 from graphtrain.graphs.build import build_graph
 from graphtrain.graphs.open_model import open_language_model
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import module_with_weights
 from graphtrain.torch_frontend.staged_blocks import StagedBlocks
 from lowering.trees import Tree, flatten

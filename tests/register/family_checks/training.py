@@ -23,7 +23,7 @@ from family_checks.states import (
     values,
 )
 from graphtrain.config.schema import TorchModel
-from graphtrain.torch_frontend.model import open_model
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import module_with_weights, unstack_weights
 from lowering.trees import flatten
 

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 
 from family_checks.states import Mismatch, values
 from graphtrain.config.schema import TorchModel
-from graphtrain.torch_frontend.model import factory, open_model
+from graphtrain.torch_frontend.module_factory import factory
+from graphtrain.torch_frontend.open_module import open_model
 from graphtrain.torch_frontend.parity import stack_weights, unstack_weights
 from graphtrain.weights.imported_folder import HuggingFaceWeights
 from graphtrain.weights.published import SavedTensors
