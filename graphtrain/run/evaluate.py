@@ -19,7 +19,7 @@ from graphtrain.config.phases import program_of_step
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Config, Data, Program, Run, is_streamed
 from graphtrain.data.batches.blend import blend_counts
-from graphtrain.data.batches.loader import evaluation_batches
+from graphtrain.data.batches.evaluation_batches import evaluation_batches
 from graphtrain.data.indexed.dataset import WHOLE_INDEX, IndexedDataset, IndexShare
 from graphtrain.data.indexed.description import read_description
 from graphtrain.errors import DataError

@@ -11,7 +11,8 @@ RANK = """
 import itertools, json, sys
 import numpy as np
 from graphtrain.data.batches.concat_packing import ConcatPacking
-from graphtrain.data.batches.loader import Loader, evaluation_batches
+from graphtrain.data.batches.evaluation_batches import evaluation_batches
+from graphtrain.data.batches.loader import Loader
 from graphtrain.run.batch_placement import BatchPlacement, index_share
 from lowering.machine.target import Target
 from lowering.xla import backend, distributed

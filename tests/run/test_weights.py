@@ -8,7 +8,7 @@ import torch
 import transformers
 from places import CUBE
 
-from graphtrain.data.batches.loader import evaluation_batches
+from graphtrain.data.batches.evaluation_batches import evaluation_batches
 
 
 def reference_loss(model, path, vocab):

@@ -1,4 +1,6 @@
-"""Training batches, prefetched by Grain, and validation batches over one pass of a dataset."""
+"""Training batches, prefetched by Grain."""
+
+from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -10,36 +12,25 @@ import numpy as np
 from graphtrain.data.batches.blend import Blend, WeightedDataset, blend_counts
 from graphtrain.data.batches.concat_packing import Batch
 from graphtrain.data.batches.document_packing import Overlong
+from graphtrain.data.batches.positions import number_in, step_and_sample
 from graphtrain.data.batches.row_images import RowImages
-from graphtrain.data.batches.rows import NO_STREAMS, Packing, PackingSettings, Streams
+from graphtrain.data.batches.row_selection import RowSelection, samples_per_batch
+from graphtrain.data.batches.rows import (
+    BATCHES_AHEAD,
+    NO_STREAMS,
+    Packing,
+    PackingSettings,
+    Streams,
+)
+from graphtrain.data.batches.sample_streams import blended_stream, import_grain, shuffled_stream
 from graphtrain.data.batches.sources import NO_SOURCES, Sources
 from graphtrain.data.indexed.dataset import WHOLE_INDEX, IndexShare
 from graphtrain.errors import DataError
-from lowering.machine import startup
 
 _PREFETCH_THREADS = 4  # prefetch threads
 _PREFETCH_BATCHES = 4  # prefetched batches held in memory
-_BATCHES_AHEAD = 8  # batches after the current one whose tokens are fetched, of a streamed dataset
 _PADDING = np.array([0, -1])  # dataset and sequence of an empty row
 _MAX_LISTED_DOCUMENTS = 20  # documents per dataset that a message lists
-
-
-class _RowSelection:
-    """Some rows of a batch: the samples that contain them, and their positions in these samples."""
-
-    def __init__(self, rows: np.ndarray | None, count: int, rows_per_sample: int) -> None:
-        """Select `rows`, ascending, of a batch of `count` rows; None: all."""
-        rows = np.arange(count) if rows is None else rows
-        self.samples = np.unique(rows // rows_per_sample)
-        read = self.samples[:, None] * rows_per_sample + np.arange(rows_per_sample)
-        self._positions = np.searchsorted(read.reshape(-1), rows)
-        self._is_whole = read.size == len(rows)
-
-    def of(self, batch: Batch) -> Batch:
-        """Return the selected rows of a batch that consists of `samples`."""
-        if self._is_whole:
-            return batch
-        return {name: array[self._positions] for name, array in batch.items()}
 
 
 class Loader:
@@ -110,11 +101,11 @@ class Loader:
             streams=streams,
             images=images,
         )
-        self._ahead = _BATCHES_AHEAD if streams else 0
+        self._ahead = BATCHES_AHEAD if streams else 0
         self._lock = threading.Lock()  # Grain reads batches in several threads
         self._packings = [settings.open(prefix, seed) for prefix in prefixes]
         datasets = [packing.dataset for packing in self._packings]
-        self._samples_per_batch = _samples_per_batch(self._packings, global_batch_size)
+        self._samples_per_batch = samples_per_batch(self._packings, global_batch_size)
         self._stream_identity: dict[str, Any] = {
             "seed": seed,
             "global_batch_size": global_batch_size,
@@ -127,16 +118,16 @@ class Loader:
             self._stream_identity["packing"] = packed
         counts = [len(packing) for packing in self._packings]
         if is_single:
-            self._samples = _shuffled_stream(counts[0], seed)
+            self._samples = shuffled_stream(counts[0], seed)
         else:
             blend = Blend(blend_counts(data, counts))
             # The state detects changed sizes or shares; the paths of the datasets may change.
             self._stream_identity["blend"] = [blend.counts.tolist(), counts]
-            self._samples = _blended_stream(blend, counts, seed)
+            self._samples = blended_stream(blend, counts, seed)
         count = global_batch_size + padding_sequences
-        selection = _RowSelection(rows, count, self._packings[0].rows_per_index)
+        selection = RowSelection(rows, count, self._packings[0].rows_per_index)
         self._batches = (
-            _grain()
+            import_grain()
             .MapDataset.range(1)
             .repeat()
             .map_with_index(lambda step, _: self._batch(step, selection))
@@ -176,7 +167,7 @@ class Loader:
         """
         names = ("global_batch_size", "seq_len")
         is_same_batch = all(state.get(name) == self._stream_identity[name] for name in names)
-        if is_same_batch and _count(state, "sample") <= self._first_sample(self._step):
+        if is_same_batch and number_in(state, "sample") <= self._first_sample(self._step):
             return
         self.continue_from(state)
 
@@ -187,7 +178,7 @@ class Loader:
             DataError: the position belongs to different data, another seed or another batch shape.
         """
         self._check_stream(state)
-        self._move_to(*_position(state, self._samples_per_batch))
+        self._move_to(*step_and_sample(state, self._samples_per_batch))
 
     def continue_from(self, state: dict[str, Any]) -> None:
         """Continue where a loader with another batch size or sequence length stopped.
@@ -203,8 +194,8 @@ class Loader:
         # The periods of a blend by epochs follow from the numbers of sequences.
         recut = ("blend",) if state.get("seq_len") != seq_len else ()
         self._check_stream(state, other=("global_batch_size", "seq_len", *recut))
-        size, length = (_count(state, name) for name in ("global_batch_size", "seq_len"))
-        step, sample = _position(state, size // self._packings[0].rows_per_index)
+        size, length = (number_in(state, name) for name in ("global_batch_size", "seq_len"))
+        step, sample = step_and_sample(state, size // self._packings[0].rows_per_index)
         if not any(packing.identity.startswith("pad") for packing in self._packings):
             sample = -(-sample * length // seq_len)
         self._move_to(step, sample)
@@ -271,7 +262,7 @@ class Loader:
             ]
         )
 
-    def _batch(self, step: int, selection: _RowSelection) -> Batch:
+    def _batch(self, step: int, selection: RowSelection) -> Batch:
         """Return the selected rows of the batch of a step; no other sample is read."""
         self._prefetch(step, selection)
         samples = self._samples_of(step, selection.samples)
@@ -280,7 +271,7 @@ class Loader:
         rows = [self._packings[owner].batch([index]) for owner, index in samples]
         return selection.of({name: np.concatenate([row[name] for row in rows]) for name in rows[0]})
 
-    def _prefetch(self, step: int, selection: _RowSelection) -> None:
+    def _prefetch(self, step: int, selection: RowSelection) -> None:
         """Begin to fetch the tokens of a step and of those after it, each once."""
         if not self._ahead:
             return
@@ -292,134 +283,10 @@ class Loader:
                 self._prefetched += 1
 
     def _start(self, step: int) -> None:
-        grain = _grain()
+        grain = import_grain()
         self._step = self._prefetched = step
         options = grain.ReadOptions(
             num_threads=_PREFETCH_THREADS, prefetch_buffer_size=_PREFETCH_BATCHES
         )
         self._iterator = iter(self._batches[step:].to_iter_dataset(options))
         self._iterator.start_prefetch()
-
-
-def evaluation_batches(
-    prefix: str | Path,
-    *,
-    batch_size: int,
-    seq_len: int,
-    vocab: int | None = None,
-    isolate_documents: bool = False,
-    packing: Packing | None = None,
-    overlong: Overlong = "error",
-    pairs: bool | None = None,
-    rows: np.ndarray | None = None,
-    limit: int | None = None,
-    index_share: IndexShare = WHOLE_INDEX,
-    sources: Sources = NO_SOURCES,
-    streams: Streams = NO_STREAMS,
-    images: RowImages | None = None,
-) -> Iterator[Batch]:
-    """Return the batches of one pass over a dataset, unshuffled. The dataset is opened at once.
-
-    In text, every token but the first is a target once. In conversations, only tokens in the loss
-    mask are targets, and rows come in packing order. All batches have the same shape: the last
-    sequence and the last batch are padded with weight 0. With `isolate_documents`, the
-    first token of each document is not a target.
-
-    The arguments are those of `Loader`, and `limit`, the maximum number of sequences.
-
-    Raises:
-        DataError: the dataset cannot be used, or a token id is outside the vocabulary.
-    """
-    settings = PackingSettings(
-        length=seq_len,
-        vocab=vocab,
-        isolate_documents=isolate_documents,
-        packing=packing,
-        overlong=overlong,
-        index_share=index_share,
-        preference_pairs=pairs,
-        sources=sources,
-        streams=streams,
-        images=images,
-    )
-    packed = settings.open(prefix)
-    samples_per_batch = _samples_per_batch([packed], batch_size)
-    selection = _RowSelection(rows, batch_size, packed.rows_per_index)
-
-    count = len(packed) if limit is None else min(len(packed), limit // packed.rows_per_index)
-
-    def samples_from(first: int) -> np.ndarray:
-        samples = first + selection.samples
-        return np.where(samples < count, samples, -1)
-
-    def batches() -> Iterator[Batch]:
-        for first in range(0, count, samples_per_batch):
-            ahead = range(0 if first == 0 else _BATCHES_AHEAD, _BATCHES_AHEAD + 1)
-            for number in ahead if streams else ():
-                packed.prefetch(samples_from(first + number * samples_per_batch))
-            yield selection.of(packed.batch(samples_from(first)))
-
-    return batches()
-
-
-def _position(state: dict[str, Any], samples_per_batch: int) -> tuple[int, int]:
-    """Return the next step and the next sample of a position."""
-    step = _count(state, "step")
-    return step, _count(state, "sample") if "sample" in state else step * samples_per_batch
-
-
-def _count(state: dict[str, Any], name: str) -> int:
-    value = state.get(name)
-    if type(value) is not int or value < 0:
-        raise DataError(f"the position of the data is damaged: its {name} is {value!r:.80}")
-    return value
-
-
-def _samples_per_batch(packings: Sequence[Any], sequences: int) -> int:
-    """Return the number of sequences, or of preference pairs, in a batch."""
-    rows = {packing.rows_per_index for packing in packings}
-    prefixes = ", ".join(packing.dataset.prefix for packing in packings)
-    if len(rows) > 1:
-        raise DataError(
-            f"{prefixes}: a blend cannot mix preference pairs with other data; use datasets of "
-            "one kind"
-        )
-    (rows_per_sample,) = rows
-    if sequences % rows_per_sample:
-        raise DataError(
-            f"{prefixes}: contains preference pairs of two sequences each, which do not fit into "
-            f"a batch of {sequences} sequences; make batch.global_batch_size / batch.microbatches "
-            "even"
-        )
-    return sequences // rows_per_sample
-
-
-def _shuffled_stream(count: int, seed: int, owner: int = 0) -> Any:
-    """Return an infinite Grain dataset of (owner, sequence index) for one dataset, shuffled."""
-    return (
-        _grain()
-        .MapDataset.range(count)
-        .shuffle(seed % 2**32)  # Grain's limit
-        .repeat()  # reshuffles in each repetition
-        .map_with_index(lambda position, row: np.array([owner, position // count * count + row]))
-    )
-
-
-def _blended_stream(blend: Blend, counts: Sequence[int], seed: int) -> Any:
-    """Return an infinite Grain dataset of (owner, sequence index) for a blend."""
-    streams = [_shuffled_stream(count, seed, owner) for owner, count in enumerate(counts)]
-
-    def sample_at(position: int, _: int) -> np.ndarray:
-        owner, index = blend.locate(position)
-        return streams[owner][index]
-
-    return _grain().MapDataset.range(1).repeat().map_with_index(sample_at)
-
-
-def _grain() -> Any:
-    """Import Grain without Orbax.
-
-    Only training needs Grain. Its Orbax handlers are unused, and importing Orbax takes twice as
-    long as the rest of Grain.
-    """
-    return startup.import_without("grain", "orbax.checkpoint")

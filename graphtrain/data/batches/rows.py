@@ -20,6 +20,7 @@ from graphtrain.errors import DataError
 Packing = Literal["concat", "best_fit", "pad"]
 Streams = Mapping[str, Blocks]  # by path prefix
 NO_STREAMS: Streams = MappingProxyType({})
+BATCHES_AHEAD = 8  # batches after the current one whose tokens are fetched, of a streamed dataset
 
 
 @dataclass(frozen=True, kw_only=True)

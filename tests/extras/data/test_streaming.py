@@ -14,7 +14,8 @@ from storage import Network  # pyright: ignore[reportMissingImports]
 
 from graphtrain.cache.remote import ObjectStore
 from graphtrain.config.schema import Data, StreamSettings
-from graphtrain.data.batches.loader import Loader, evaluation_batches
+from graphtrain.data.batches.evaluation_batches import evaluation_batches
+from graphtrain.data.batches.loader import Loader
 from graphtrain.data.indexed import blocks as block_module
 from graphtrain.data.indexed.blocks import BlockDigests
 from graphtrain.data.indexed.description import read_description, write_description

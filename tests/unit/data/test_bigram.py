@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphtrain.data.batches.loader import evaluation_batches
+from graphtrain.data.batches.evaluation_batches import evaluation_batches
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.errors import DataError
 from graphtrain.run import bigram_baseline

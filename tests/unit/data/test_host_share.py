@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphtrain.data.batches.loader import Loader, evaluation_batches
+from graphtrain.data.batches.evaluation_batches import evaluation_batches
+from graphtrain.data.batches.loader import Loader
 from graphtrain.data.batches.rows import PackingSettings
 from graphtrain.data.batches.sources import SourceDataset
 from graphtrain.data.indexed.dataset import IndexedDataset, IndexShare

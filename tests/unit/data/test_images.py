@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from graphtrain.config.schema import BlendPart, Data
 from graphtrain.data.batches.best_fit import best_fit, best_fit_with_images
-from graphtrain.data.batches.loader import Loader, evaluation_batches
+from graphtrain.data.batches.evaluation_batches import evaluation_batches
+from graphtrain.data.batches.loader import Loader
 from graphtrain.data.batches.row_images import RowImages, image_problem
 from graphtrain.data.batches.rows import PackingSettings
 from graphtrain.data.indexed.dataset import IndexedDataset

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphtrain.data.batches.concat_packing import ConcatPacking
-from graphtrain.data.batches.loader import Loader, evaluation_batches
+from graphtrain.data.batches.evaluation_batches import evaluation_batches
+from graphtrain.data.batches.loader import Loader
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.errors import DataError
 

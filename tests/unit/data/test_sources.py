@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from graphtrain.config import load_config
-from graphtrain.data.batches.loader import Loader, evaluation_batches
+from graphtrain.data.batches.evaluation_batches import evaluation_batches
+from graphtrain.data.batches.loader import Loader
 from graphtrain.data.batches.sources import SourceDataset, check_source
 from graphtrain.errors import ConfigError, DataError
 from graphtrain.run.data_sources import open_sources

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from graphtrain.config.schema import BlendPart
 from graphtrain.data.batches.best_fit import best_fit
-from graphtrain.data.batches.loader import Loader, evaluation_batches
+from graphtrain.data.batches.evaluation_batches import evaluation_batches
+from graphtrain.data.batches.loader import Loader
 from graphtrain.data.indexed.dataset import IndexedDataset
 from graphtrain.data.indexed.loss_spans import LossSpans
 from graphtrain.data.prepare.instructions import instruct

@@ -9,11 +9,11 @@ from lowering.machine.startup import import_without
 PROGRAM = """
 import sys
 from pathlib import Path
-from graphtrain.data.batches.loader import _grain
+from graphtrain.data.batches.sample_streams import import_grain
 from graphtrain.run.metrics import Journal
 journal = Journal(Path(sys.argv[1]), after=0, tensorboard=True)
 journal.write({"step": 1, "loss": 0.5})
-_grain().MapDataset
+import_grain().MapDataset
 journal.close()
 print({"torch", "orbax.checkpoint"} & set(sys.modules))
 """
