@@ -1,21 +1,10 @@
 """Push and pull of signed programs to and from a remote cache; interrupted transfers resume.
 
-Objects of a program are written in the order payload, signature, record, and its request last, so
-a request is visible only when its program is complete. Payload and signature are named by the
-digest of their record: if several hosts push one program at once, the last record wins and stays
-consistent. Signatures are verified before any byte of a download is parsed, and sizes before it is
-read. Object stores list a thousand names per page, so the two kinds that are listed have prefixes
-of their own:
-
-    v1/requests/<digest>.json
-    v1/programs/<digest>.json (the record)
-    v1/payloads/<sha256 of the record>
-    v1/signatures/<sha256 of the record or the request>
+`signed_objects` says which objects a program has there, and in which order they are written.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -24,27 +13,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from graphtrain.cache.layout import LAYOUT, is_digest
-from graphtrain.cache.programs import (
-    MAX_JSON_BYTES,
-    UnusableEntry,
-    check_imported,
-    decode_record,
+from graphtrain.cache.remote import ObjectStore
+from graphtrain.cache.signed_objects import (
+    list_digests,
+    read_program,
+    read_request,
+    send_program,
+    send_request,
 )
-from graphtrain.cache.remote import ObjectStore, UnusableObject
 from graphtrain.cache.store import Cache
-from graphtrain.cache.trust import (
-    MAX_ENVELOPE_BYTES,
-    KeyStore,
-    UnknownSigner,
-    UntrustedError,
-    default_directory,
-)
+from graphtrain.cache.store_errors import UnusableObject
+from graphtrain.cache.trust import KeyStore, UnknownSigner, UntrustedError, default_directory
 from graphtrain.errors import CacheError
 
 _CONCURRENT_TRANSFERS = 8  # concurrent transfers
-_MAX_REQUEST_BYTES = 16 * 1024 * 1024  # a request has a few hundred kilobytes
-_MAX_RECORD_BYTES = MAX_JSON_BYTES
 T = TypeVar("T")
 ProgressCallback = Callable[
     [int, int], None
@@ -82,7 +64,7 @@ class RemoteListing:
             CacheError: it cannot be listed.
         """
         with ThreadPoolExecutor(2) as pool:
-            return cls(*pool.map(partial(_digests, remote), ("requests", "programs")))
+            return cls(*pool.map(partial(list_digests, remote), ("requests", "programs")))
 
 
 def push(
@@ -119,26 +101,25 @@ def push(
     requests = sorted({*program_by_request} - remote_listing.requests)
     transfers = _Transfers(len(programs) + len(requests), observe)
 
-    def send_program(digest: str) -> None:
+    def push_program(digest: str) -> None:
         files = _read_or_reject(result, cache.program_files, digest)
         if files:
-            _send_program(remote, keys, digest, *files)
+            send_program(remote, keys, digest, *files)
             result.programs.append(digest)
             result.nbytes += sum(map(len, files))
 
-    def send_request(digest: str) -> None:
+    def push_request(digest: str) -> None:
         text = _read_or_reject(result, cache.request_file, digest)
         if text and (
             program_by_request[digest] in remote_listing.programs
             or program_by_request[digest] in sent
         ):
-            remote.put(_signature_name(text), keys.sign(_request_statement(digest, text)))
-            remote.put(_request_name(digest), text)
+            send_request(remote, keys, digest, text)
             result.requests.append(digest)
 
-    transfers.run(send_program, programs)
+    transfers.run(push_program, programs)
     sent = frozenset(result.programs)
-    transfers.run(send_request, requests)
+    transfers.run(push_request, requests)
     return result
 
 
@@ -167,7 +148,7 @@ def pull(
     """
     requests = requests if requests is None else set(requests)
     if requests is None:
-        request_digests = listed.requests if listed else _digests(remote, "requests")
+        request_digests = listed.requests if listed else list_digests(remote, "requests")
     else:
         request_digests = requests
     missing = sorted(request_digests - set(cache.stored_programs(requests)))
@@ -177,7 +158,7 @@ def pull(
 
     def fetch_request(digest: str) -> None:
         with _record_rejections(result):
-            text = _read_request(cache, remote, keys, digest)
+            text = read_request(cache, remote, keys, digest)
             if text is None:
                 result.missing.append(digest)
                 return
@@ -249,88 +230,29 @@ def _accepted(
             refused.add(digest)
             result.replaced.append(str(error))
 
-    def read_request(digest: str) -> None:
-        text = _read_request(cache, remote, keys, digest)
+    def find_request(digest: str) -> None:
+        text = read_request(cache, remote, keys, digest)
         if text is None:
             raise UntrustedError(f"{remote.url}: request {digest} is missing")
 
-    def read_program(digest: str) -> None:
-        _read_program(remote, keys, digest)
+    def find_program(digest: str) -> None:
+        read_program(remote, keys, digest)
 
     programs = sorted(listing.programs & {*program_by_request.values()})
     requests = sorted(listing.requests & {*program_by_request})
     quiet = _Transfers(0, lambda *_: None)
-    quiet.run(partial(check, read=read_program), programs)
-    quiet.run(partial(check, read=read_request), requests)
+    quiet.run(partial(check, read=find_program), programs)
+    quiet.run(partial(check, read=find_request), requests)
     return RemoteListing(listing.requests - refused, listing.programs - refused)
-
-
-def _send_program(
-    remote: ObjectStore, keys: KeyStore, digest: str, record: bytes, payload: bytes
-) -> None:
-    remote.put(_payload_name(record), payload)
-    remote.put(_signature_name(record), keys.sign(_program_statement(digest, record, payload)))
-    remote.put(_record_name(digest), record)
-
-
-def _read_request(cache: Cache, remote: ObjectStore, keys: KeyStore, digest: str) -> bytes | None:
-    """Return the file of a request, after verifying it; None if the remote cache lacks it."""
-    text = remote.get(_request_name(digest), _MAX_REQUEST_BYTES)
-    if text is None:
-        return None
-    label = f"{remote.url}: request {digest}"
-    keys.verify(_envelope(remote, text, label), _request_statement(digest, text), label)
-    cache.program_of_request_file(text, digest)
-    return text
-
-
-def _read_program(remote: ObjectStore, keys: KeyStore, digest: str) -> tuple[bytes, bytes]:
-    """Return record and payload of a program, after verifying them."""
-    label = f"{remote.url}: program {digest}"
-    record = remote.get(_record_name(digest), _MAX_RECORD_BYTES)
-    if record is None:
-        raise UntrustedError(f"{label}: its record or payload is missing; push it again")
-    signer, statement = keys.signed_statement(_envelope(remote, record, label), label)
-    payload = remote.get(_payload_name(record), _payload_bytes(statement, record, digest, label))
-    if payload is None:
-        raise UntrustedError(f"{label}: its record or payload is missing; push it again")
-    if statement != _program_statement(digest, record, payload):
-        raise _tampered(label, signer)
-    try:
-        check_imported(record, payload, digest)
-    except UnusableEntry as error:
-        raise UntrustedError(f"{label}: {error}") from error
-    return record, payload
 
 
 def _fetch_program(
     cache: Cache, remote: ObjectStore, keys: KeyStore, digest: str, result: TransferResult
 ) -> None:
-    record, payload = _read_program(remote, keys, digest)
+    record, payload = read_program(remote, keys, digest)
     cache.import_program(digest, record, payload)
     result.programs.append(digest)
     result.nbytes += len(record) + len(payload)
-
-
-def _payload_bytes(statement: object, record: bytes, digest: str, label: str) -> int:
-    """Return the size of the payload according to a record, after checking that it was signed.
-
-    Raises:
-        UntrustedError: the signed statement is for another record, or the record is not valid.
-    """
-    signed = statement if isinstance(statement, dict) else {}
-    if (signed.get("program"), signed.get("record")) != (digest, _sha256(record)):
-        raise UntrustedError(f"{label}: its signature is for other contents; it was tampered with")
-    try:
-        return decode_record(record, digest)["payload"]["bytes"]
-    except UnusableEntry as error:
-        raise UntrustedError(f"{label}: {error}") from error
-
-
-def _tampered(label: str, signer: str) -> UntrustedError:
-    return UntrustedError(
-        f"{label}: the signature of key {signer!r} is for other contents; it was tampered with"
-    )
 
 
 @contextmanager
@@ -349,48 +271,6 @@ def _read_or_reject(result: TransferResult, read: Callable[[str], T], digest: st
     except CacheError as error:
         result.rejected.append(str(error))
         return None
-
-
-def _envelope(remote: ObjectStore, signed: bytes, label: str) -> bytes:
-    envelope = remote.get(_signature_name(signed), MAX_ENVELOPE_BYTES)
-    if envelope is None:
-        raise UntrustedError(f"{label}: it has no signature")
-    return envelope
-
-
-def _request_name(digest: str) -> str:
-    return f"{LAYOUT}/requests/{digest}.json"
-
-
-def _record_name(digest: str) -> str:
-    return f"{LAYOUT}/programs/{digest}.json"
-
-
-def _payload_name(record: bytes) -> str:
-    return f"{LAYOUT}/payloads/{_sha256(record)}"
-
-
-def _signature_name(signed: bytes) -> str:
-    return f"{LAYOUT}/signatures/{_sha256(signed)}"
-
-
-def _program_statement(digest: str, record: bytes, payload: bytes) -> dict[str, str]:
-    return {"program": digest, "record": _sha256(record), "payload": _sha256(payload)}
-
-
-def _request_statement(digest: str, text: bytes) -> dict[str, str]:
-    return {"request": digest, "file": _sha256(text)}
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _digests(remote: ObjectStore, kind: str) -> frozenset[str]:
-    """Return the digests that the remote cache lists under a prefix; ignore other names."""
-    prefix = f"{LAYOUT}/{kind}/"
-    names = (name.removeprefix(prefix) for name in remote.names(prefix) if name.endswith(".json"))
-    return frozenset(filter(is_digest, (name.removesuffix(".json") for name in names)))
 
 
 class _Transfers:

@@ -14,7 +14,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from graphtrain.cache.remote import RETRY_SECONDS, Consume, ObjectStore, UnusableObject
+from graphtrain.cache.remote import RETRY_SECONDS, Consume, ObjectStore
+from graphtrain.cache.store_errors import UnusableObject
 from graphtrain.checkpoints.host_tier import METADATA, PART
 from graphtrain.checkpoints.info import CheckpointInfo, read_checkpoint_info
 from graphtrain.checkpoints.manifest import NAME as LOCAL_MANIFEST

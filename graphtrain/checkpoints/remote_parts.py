@@ -16,7 +16,7 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from graphtrain.cache.remote import UnusableObject
+from graphtrain.cache.store_errors import UnusableObject
 from graphtrain.checkpoints.host_tier import METADATA, PART, Part
 from graphtrain.checkpoints.info import CheckpointInfo, decode_checkpoint_info, read_checkpoint_info
 from graphtrain.checkpoints.manifest import DamagedCheckpoint, recorded_files, verify_files

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from graphtrain.cache.remote import Consume, ObjectStore, UnusableObject
+from graphtrain.cache.remote import Consume, ObjectStore
+from graphtrain.cache.store_errors import UnusableObject
 from graphtrain.checkpoints.remote_manifest import DamagedRemoteCheckpoint, RemoteFile
 from graphtrain.files import content_digest
 

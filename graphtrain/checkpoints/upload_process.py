@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphtrain.cache.remote import UnusableObject
+from graphtrain.cache.store_errors import UnusableObject
 from graphtrain.checkpoints.listing import list_remote, superfluous
 from graphtrain.checkpoints.manifest import DamagedCheckpoint
 from graphtrain.checkpoints.remote import RemoteCheckpoints

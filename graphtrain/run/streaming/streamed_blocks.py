@@ -10,7 +10,8 @@ from functools import partial
 
 import numpy as np
 
-from graphtrain.cache.remote import ObjectStore, TransientStoreError, UnusableObject
+from graphtrain.cache.remote import ObjectStore
+from graphtrain.cache.store_errors import TransientStoreError, UnusableObject
 from graphtrain.data.indexed.blocks import block_digest
 from graphtrain.errors import CacheError, DataError
 from graphtrain.run.streaming.background import background

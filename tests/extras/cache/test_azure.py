@@ -10,7 +10,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from graphtrain.cache.remote import ObjectStore, UnusableObject
+from graphtrain.cache.remote import ObjectStore
+from graphtrain.cache.store_errors import UnusableObject
 from graphtrain.errors import CacheError
 
 pytest.importorskip("obstore")
