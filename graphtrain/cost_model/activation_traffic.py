@@ -19,6 +19,7 @@ from graphtrain.cost_model.predicted_collective import (
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.flops import is_gated
+from graphtrain.models.mlp_block_count import mlp_block_count
 from lowering.hlo.collectives import Collective
 
 
@@ -102,16 +103,23 @@ def _of_partial_sums(
     # The gradients of a layer's input, from each matrix that reads it, are one sum on GPUs.
     apart = program.target.platform == "cpu"
     counts = (
-        (heads, 2 + again + 2 * apart),
-        (mlp, 2 + passes.recomputes_layers + (apart and is_gated(model))),
+        (heads, 2 + again + 2 * apart, 3 + _gathers_input_again(program)),
+        (mlp, 2 + passes.recomputes_layers + (apart and is_gated(model)), 3),
     )
-    for axes, count in counts:
+    for axes, count, gathers in counts:
         scattered = bool(set(axes) & set(splitting_axes(table, ("residual",), mesh)))
         op = reduce_scatter(program) if scattered else "all-reduce"
         size = stream * sum_item
         yield collective(op, axes, times * count, size, mesh=mesh, dtype=sum_dtype)
         if scattered:
-            yield collective("all-gather", axes, 3 * times, stream * item, mesh=mesh, dtype=dtype)
+            count, size = gathers * times, stream * item
+            yield collective("all-gather", axes, count, size, mesh=mesh, dtype=dtype)
+
+
+def _gathers_input_again(program: ResolvedProgram) -> bool:
+    """Return whether attention's backward pass gathers its input again; see models/block.py."""
+    is_plain = program.model.latent_attention is None
+    return program.target.is_gpu and is_plain and mlp_block_count(program) > 1
 
 
 def _of_vocabulary(

@@ -8,7 +8,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.mixture_memory import ExpertSizes
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.weights import ShardedWeight
-from graphtrain.models.attention.kernel_support import RING_TILE
+from graphtrain.models.attention.kernel_support import RING_TILE, step_uses_flash_kernel
 from graphtrain.models.flops import is_gated
 from graphtrain.models.mlp_block_count import BLOCK_ARRAYS, mlp_block_count
 from sharding_rules.mesh import MeshShape
@@ -64,27 +64,46 @@ def _layer_in_blocks(
     """Return the bytes of the current layer, whose MLP runs in blocks.
 
     In the backward pass of the MLP there are, in addition to a block's hidden values, weights in
-    bfloat16 and gradients in float32: four arrays of the residual stream, queries, keys, values,
-    attention's output, and gathered weights of attention. In that of attention: two arrays of the
+    bfloat16 and gradients in float32: arrays of the residual stream, queries, keys, values,
+    attention's output, and gathered weights of attention. In that of attention: arrays of the
     stream, the four and their gradients, with keys and values repeated for the kernel, and the
     gathered weights of queries, keys and values.
     """
     model = program.model
     assert model.head_dim
     inside = sizes.sequences * sizes.seq_in_block * sizes.item_bytes
+    streams_in_mlp, streams_in_attention = _streams(program, sizes)
     by_path = {each.path: each.used_of_a_layer(program.mesh) for each in weights if each.in_layers}
     in_mlp = sum(size for path, size in by_path.items() if "/mlp/" in path)
     in_attention = sum(by_path.values()) - in_mlp
     in_output = sum(size for path, size in by_path.items() if path.endswith("/attention/output"))
     heads = (2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
     hidden = BLOCK_ARRAYS[is_gated(model)] * sizes.mlp / blocks
-    of_mlp = inside * (4 * model.embed + heads + hidden) + 2 * in_attention
-    of_attention = inside * (2 * model.embed + 8 * sizes.heads * sizes.head_dim)
+    of_mlp = inside * (streams_in_mlp * model.embed + heads + hidden) + 2 * in_attention
+    of_attention = inside * (streams_in_attention * model.embed + 8 * sizes.heads * sizes.head_dim)
     return max(of_mlp + (2 + 4) * in_mlp / blocks, of_attention + 2 * (in_attention - in_output))
+
+
+def _streams(program: ResolvedProgram, sizes: DeviceSizes) -> tuple[float, float]:
+    """Return how many arrays of the stream a layer in blocks has, in the MLP and in attention.
+
+    In the MLP: its input, the sum of the input's gradient, the gradient of its output, and the
+    stream before the MLP's norm. Where the stream is gathered for the MLP, shards of the last two
+    exist beside three gathered arrays. TPUs then also have attention's input, which they do not
+    gather again, and what a block adds to the sum. In attention: the stream and its gradient, and
+    partial sums where devices reduce them.
+    """
+    if sizes.seq_residual == sizes.seq_in_block:
+        return 4, 2
+    shards = 2 * sizes.seq_residual / sizes.seq_in_block
+    on_tpu = program.target.platform == "tpu"
+    return (5 if on_tpu else 3) + shards, 2 + shards + (2 if on_tpu else _PARTIAL_SUMS)
 
 
 def partial_sums(program: ResolvedProgram, sizes: DeviceSizes) -> float:
     """Return the bytes of partial sums between devices that shard heads or the MLP.
+
+    With MLPs in blocks they are part of the current layer.
 
     A GPU program transposes each partial sum before it is reduced and scattered by position, so
     that two exist. A TPU program that recomputes a layer from its input has as many gathered
@@ -94,6 +113,8 @@ def partial_sums(program: ResolvedProgram, sizes: DeviceSizes) -> float:
     summed = {name for axis in ("heads", "mlp") for name in rules.activations.get(axis, ())}
     scattered = summed & set(rules.activations.get("residual", ()))
     if platform not in ("cuda", "tpu") or program.mesh.size(tuple(scattered)) == 1:
+        return 0.0
+    if mlp_block_count(program) > 1 and step_uses_flash_kernel(program):
         return 0.0
     arrays = _PARTIAL_SUMS * (2 if platform == "cuda" or program.model.remat == "full" else 1)
     stream = sizes.sequences * sizes.seq_in_block * program.model.embed * sizes.item_bytes

@@ -22,6 +22,7 @@ from graphtrain.models.projection import PROJECTION
 from lowering.tracing.constrain import constrain, draw_shard, mesh_axes_of, reshard
 from lowering.tracing.deferred_gradient import attach_reductions
 from lowering.tracing.recording import is_recording, record, scan_layers
+from lowering.tracing.tpu_hints import on_tpu
 from lowering.tracing.weight_layout import keep_stored_layout
 
 
@@ -76,7 +77,7 @@ class Block(nnx.Module):
     def _attend(self, x: jax.Array, full: bool | jax.Array | None) -> jax.Array:
         attention = self.attention
         if isinstance(attention, Attention) and _norms_again():
-            return attention(gather_residual(x), full, self.attention_norm)
+            return attention(x, full, GatheredNorm(self.attention_norm))
         normed = record("attention_norm", self.attention_norm(x), *RESIDUAL_AXES)
         return attention(gather_residual(normed), full)
 
@@ -84,10 +85,23 @@ class Block(nnx.Module):
 def _norms_again() -> bool:
     """Return whether the backward pass norms the input of attention again.
 
-    It does so with MLPs in blocks, if the residual stream is not gathered between both.
+    It does so with MLPs in blocks. Where the residual stream is gathered between both (sequence
+    parallelism), GPUs gather it again, too, one time more beside eleven in a layer. TPUs do not:
+    XLA for TPUs computes nothing beside such a gather.
     """
     is_gathered = mesh_axes_of("residual") == mesh_axes_of("seq")
-    return is_gathered and current_mlp_blocks() > 1 and not is_recording()
+    return current_mlp_blocks() > 1 and not is_recording() and (is_gathered or not on_tpu())
+
+
+class GatheredNorm(nnx.Module):
+    """Normalization of the residual stream, gathered for attention or the MLP."""
+
+    def __init__(self, norm: Norm):
+        self.norm = norm
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the normed x (batch, seq, embed), of which each device has all positions."""
+        return gather_residual(self.norm(x))
 
 
 RESIDUAL_AXES = ("batch", "residual", "embed")

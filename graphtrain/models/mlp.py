@@ -8,10 +8,11 @@ from flax import nnx
 from graphtrain.config.schema import Model
 from graphtrain.models import init
 from graphtrain.models.activations import ACTIVATIONS, apply_activation
+from graphtrain.models.blocked_mlp import BlockedMLP
 from graphtrain.models.flops import is_gated
-from graphtrain.models.mlp_blocks import BlockedMLP, current_mlp_blocks, mlp_in_blocks
+from graphtrain.models.mlp_blocks import current_mlp_blocks, mlp_in_blocks
 from graphtrain.models.projection import project, project_many
-from lowering.tracing.constrain import constrain
+from lowering.tracing.constrain import constrain, shards_of
 from lowering.tracing.recording import is_recording, record
 
 
@@ -53,7 +54,8 @@ class MLP(nnx.Module):
     def _in_blocks(self, blocks: int, x: jax.Array) -> jax.Array:
         names = tuple(_wide(self.model, self.width))
         activate = ACTIVATIONS[self.model.activation]
-        mlp = BlockedMLP(blocks, self.width, names, activate)
+        shards = shards_of(self.width)
+        mlp = BlockedMLP(blocks, self.width, names, activate, shards)
         biases = [f"{name}_bias" for name in names if self.model.bias == "all"]
         weights = {name: getattr(self, name).get_value() for name in (*names, "down", *biases)}
         y: Any = mlp_in_blocks(mlp, x, weights)

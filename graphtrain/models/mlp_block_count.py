@@ -15,9 +15,11 @@ from sharding_rules.plan import make_layout
 _MOST_BLOCKS = 16
 _STORED: tuple[Role, ...] = ("parameter", "optimizer")
 # Each block after the first reads and writes the gradient of the residual stream once more. On an
-# H100, which at 0.56 of its peak computes 165 operations in the time of a byte, this is
-# 30 / _FEWEST_COLUMNS = 2.3 % of the time of a gated MLP at most.
-_FEWEST_COLUMNS = 1280
+# H100, which at 0.56 of its peak computes 165 operations in the time of a byte, the 4 bytes of an
+# element take the time of 660. With full recomputation each element and column takes 8 for each
+# matrix: of two matrices, a block costs as much as 41 columns, of three as much as 28.
+_COLUMNS_OF_TRAFFIC = {True: 28, False: 41}  # by whether the MLP is gated
+_MOST_TRAFFIC = 0.025  # of the time of the MLP
 _MIN_SAVING = 1 / 1024  # fraction of a device's memory
 _COLUMNS_MULTIPLE = 16  # columns of a tile
 # Arrays of hidden values that a backward pass has at once: of gate and up the products, their
@@ -32,22 +34,26 @@ def mlp_block_count(program: ResolvedProgram) -> int:
 
     With model.mlp_blocks = "auto" there are blocks where they save at least 1/1024 of a device's
     memory: on GPUs and TPUs, if a layer is recomputed from its input, because other policies of
-    remat save the hidden values anyway. There are none where they would compute products or gather
-    weights twice: with post_norm, whose backward pass reads the MLP's output, and with tensor
-    parallelism. Mixtures, LoRA and products in fp8 or int8 have none, nor pipelines and gradients
-    that are reduced once for each step.
+    remat save the hidden values anyway. There are none where they would compute products twice:
+    with post_norm, whose backward pass reads the MLP's output. Nor are there any if weights,
+    activations and gradients shard the columns over different mesh axes. Mixtures, LoRA and
+    products in fp8 or int8 have none, nor pipelines and gradients that are reduced once a step.
     """
     model, target = program.model, program.target
     if is_imported(model) or program.stands_for_imported or model.mlp_blocks == "none":
         return 1
     if not (target.is_gpu or target.platform == "tpu") or not _supports_blocks(program):
         return 1
+    shards = _column_shards(program)
+    if shards is None:
+        return 1
     rules, batch = program.rules.activations, program.batch
     token_shards = program.mesh.size(rules.get("batch", ())) * program.mesh.size(
         rules.get("seq", ())
     )
-    tokens, count = batch.microbatch_rows * batch.seq_len / token_shards, _most_blocks(model.mlp)
-    hidden_bytes = hidden_arrays(model) * tokens * model.mlp * item_bytes(model.dtype)
+    tokens, columns = batch.microbatch_rows * batch.seq_len / token_shards, model.mlp // shards
+    count = _most_blocks(columns, is_gated(model))
+    hidden_bytes = hidden_arrays(model) * tokens * columns * item_bytes(model.dtype)
     saves = hidden_bytes * (1 - 1 / count)
     return count if saves >= _MIN_SAVING * target.memory_bytes else 1
 
@@ -68,32 +74,30 @@ def _supports_blocks(program: ResolvedProgram) -> bool:
         and program.settings.precision.matmul_dtype is None
         and program.mesh.axes.get("stage", 1) == 1
         and batch.gradient_reduction == "per_microbatch"
-        and _devices_have_all_columns(program)
     )
 
 
-def _devices_have_all_columns(program: ResolvedProgram) -> bool:
-    """Return whether neither activations, weights nor gradients shard the MLP's columns."""
+def _column_shards(program: ResolvedProgram) -> int | None:
+    """Return how many shards of the MLP's columns there are.
+
+    None: activations, weights and gradients shard the columns over different mesh axes.
+    """
     columns = {"mlp": ArraySpec((program.model.mlp,), ("mlp",), role="activation")}
     for path, spec in parameter_arrays(program.model).items():
         if "/mlp/" in path and "mlp" in spec.axes:
             for role in _STORED:
                 columns[f"{role}/{path}"] = replace(spec, role=role)
-    return all(_devices_have_all(program, path, spec) for path, spec in columns.items())
+    splits = {
+        make_layout(path, spec, program.rules, program.mesh).split[spec.axes.index("mlp")]
+        for path, spec in columns.items()
+    }
+    return program.mesh.size(splits.pop()) if len(splits) == 1 else None
 
 
-def _devices_have_all(program: ResolvedProgram, path: str, spec: ArraySpec) -> bool:
-    split = make_layout(path, spec, program.rules, program.mesh).split[spec.axes.index("mlp")]
-    return program.mesh.size(split) == 1
-
-
-def _most_blocks(columns: int) -> int:
-    """Return the largest power of 2 that divides the columns into blocks that are wide."""
+def _most_blocks(columns: int, gated: bool) -> int:
+    """Return the largest power of 2 that divides the columns into blocks with little traffic."""
+    most = 1 + _MOST_TRAFFIC * columns / _COLUMNS_OF_TRAFFIC[gated]
     count = 1
-    while (
-        count < _MOST_BLOCKS
-        and columns % (2 * count * _COLUMNS_MULTIPLE) == 0
-        and columns // (2 * count) >= _FEWEST_COLUMNS
-    ):
+    while 2 * count <= min(most, _MOST_BLOCKS) and columns % (2 * count * _COLUMNS_MULTIPLE) == 0:
         count *= 2
     return count

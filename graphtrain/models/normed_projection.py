@@ -28,7 +28,7 @@ def project_normed(
         module: Module whose parameters and biases have these names.
         names: Names of the parameters.
         equation: Einsum equation of norm(x) and a parameter.
-        norm: Normalization.
+        norm: Normalization, and whatever else prepares x for the products.
         x: Array in the shape of the normed one.
     """
     structure, scales = nnx.split(norm)

@@ -8,22 +8,35 @@ from programs import LLAMA, alone, batch, loaded, placed_inputs, program, state_
 
 from graphtrain.config.schema import Batch, Loss, Mesh
 from graphtrain.graphs import build, objectives
-from graphtrain.models import chunked_loss
+from graphtrain.models import chunked_loss, mlp_blocks
 from lowering.trees import flatten
 
+CUBE = Mesh(data=2, fsdp=2, tensor=2)
 
-@pytest.mark.parametrize("rules", [("data", "fsdp"), ("data", "zero1")], ids="+".join)
-def test_gradients_equal_those_of_one_device(rules, monkeypatch):
+
+@pytest.mark.parametrize(
+    ("rules", "mesh", "in_loop"),
+    [
+        (("data", "fsdp"), Mesh(data=2, fsdp=4), False),
+        (("data", "zero1"), Mesh(data=8), False),
+        (("data", "fsdp", "tensor"), CUBE, False),
+        (("data", "fsdp", "tensor", "sequence"), CUBE, False),
+        (("data", "fsdp", "tensor", "sequence"), CUBE, True),  # as for TPUs
+    ],
+    ids=str,
+)
+def test_gradients_equal_those_of_one_device(rules, mesh, in_loop, monkeypatch):
     of = program(
         target="cpu:8",
-        mesh=Mesh(data=2, fsdp=4) if "fsdp" in rules else Mesh(data=8),
+        mesh=mesh,
         rules=rules,
         model=replace(LLAMA, remat="full", bias="all"),
-        batch=Batch(global_batch_size=16, seq_len=16, microbatches=2),
+        batch=Batch(global_batch_size=16, seq_len=16, microbatches=1 if in_loop else 2),
         loss=Loss(chunk=16),
     )
     want = gradients(alone(of))
     monkeypatch.setattr(build, "mlp_block_count", lambda program: 8)
+    monkeypatch.setattr(mlp_blocks, "on_tpu", lambda: in_loop)
     monkeypatch.setattr(objectives, "head_blocks", lambda program, chunk: 4)
     monkeypatch.setattr(chunked_loss, "parts_of_chunk", lambda *_: 2)
     monkeypatch.setattr(build, "reduces_head_first", lambda program: True)

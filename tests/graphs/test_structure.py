@@ -147,3 +147,29 @@ def test_mlp_blocks_neither_gather_nor_compute_twice(monkeypatch):
     assert in_blocks.wire_bytes == at_once.wire_bytes > 0
     assert in_blocks.flops == at_once.flops > 0
     assert len(in_blocks.collectives) > len(at_once.collectives)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.usefixtures("little_effort")
+def test_mlp_blocks_with_tensor_parallelism_reduce_once_what_devices_sum(target, monkeypatch):
+    """On GPUs, the input of attention is gathered once more, and normed again."""
+    arguments = target, Mesh(fsdp=2, tensor=4), ("data", "fsdp", "tensor", "sequence"), "full"
+    at_once = facts(*arguments)
+    monkeypatch.setattr(build, "mlp_block_count", lambda program: 2)
+    in_blocks = facts(*arguments)
+    assert in_blocks.flops == at_once.flops > 0
+    for mesh_axis, more in (("fsdp", {}), ("tensor", {"all-gather": target == "h100:8"})):
+        before, after = (bytes_by_op(found, mesh_axis) for found in (at_once, in_blocks))
+        stream = BATCH // 2 * LENGTH * EMBED * 2
+        assert after == before + Counter(
+            {op: LAYERS * stream * times for op, times in more.items()}
+        )
+
+
+def bytes_by_op(found, mesh_axis):
+    """Bytes of the results that a step's collectives of each kind have along a mesh axis."""
+    sums = Counter()
+    for each in found.collectives:
+        if each.axes == (mesh_axis,):
+            sums[each.op] += each.count * each.bytes
+    return sums

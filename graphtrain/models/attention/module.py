@@ -64,7 +64,7 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "batch seq embed"],
         full: bool | jax.Array | None = None,
-        norm: Norm | None = None,
+        norm: nnx.Module | None = None,
     ) -> Float[Array, "batch seq embed"]:
         """Return the output projection of attention over x.
 
@@ -72,7 +72,8 @@ class Attention(nnx.Module):
             x: Normed residual stream.
             full: Whether this layer has global attention although the model has a sliding window;
                 without it, the model's window applies. An array in a scan over layers.
-            norm: Normalization of x, if x is not normed; the backward pass norms it again.
+            norm: Normalization of x, if x is not normed, or not gathered either; the backward pass
+                computes it again.
         """
         query, key, value = self._project(x, norm)
         query = record("attention/query", query, "batch", "seq", "heads", "head_dim")
@@ -102,7 +103,7 @@ class Attention(nnx.Module):
         output = record("attention/context", output, "batch", "seq", "heads", "head_dim")
         return project(self, "output", "bshd,hde->bse", output)
 
-    def _project(self, x: jax.Array, norm: Norm | None) -> list[jax.Array]:
+    def _project(self, x: jax.Array, norm: nnx.Module | None) -> list[jax.Array]:
         """Return queries, keys and values."""
         names, equation = ("query", "key", "value"), "bse,ehd->bshd"
         if norm is None:
