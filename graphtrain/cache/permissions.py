@@ -31,7 +31,10 @@ def check_permissions(layout: StorePaths, authenticator: EntryAuthenticator) -> 
 
 
 def _directories(layout: StorePaths) -> list[str]:
-    folders = "programs", "requests", "leases", "quarantine", "failures", "bundles", "pins", "tmp"
+    folders = (
+        "programs", "requests", "searches", "leases", "quarantine", "failures", "bundles", "pins",
+        "tmp",
+    )  # fmt: skip
     versioned = os.fspath(layout.versioned_root)
     return [versioned, *(f"{versioned}/{folder}" for folder in folders)]
 

@@ -394,13 +394,17 @@ class Cache:
         """Store the settings that a search chose for a program; the last search counts.
 
         Raises:
-            CacheError: the disk is full, or the cache is not writable.
+            CacheError: the disk is full, the cache is not writable, or the secret of this user
+                cannot be read or created.
         """
-        searches.store(self._layout, key, settings)
+        searches.store(self._layout, self._authenticator, key, settings)
 
     def stored_search(self, key: CacheKey) -> dict[str, Any] | None:
-        """Return the settings that the last search chose for a program, or None."""
-        return searches.read(self._layout, key)
+        """Return the settings that the last search chose for a program, or None.
+
+        Damaged ones, and those of another user, count as none, with a CacheWarning.
+        """
+        return searches.read(self._layout, self._authenticator, key)
 
     def store_bundle(
         self, key: CacheKey, request: CacheKey, name: str, files: Mapping[str, bytes]

@@ -108,6 +108,25 @@ def test_a_group_shares_a_cache_by_one_command(of_alice, become):
         assert Cache(of_alice).get(other) is None
 
 
+def test_the_winner_of_a_search_of_another_user_is_used_only_from_a_trusted_cache(of_alice, become):
+    """It names files of rules, and decides which programs run."""
+    become("alice")
+    Cache(of_alice).store_search(REQUEST, {"rules": ["tensor"]})
+    assert Cache(of_alice).stored_search(REQUEST) == {"rules": ["tensor"]}
+    become("bob")
+    with pytest.warns(CacheWarning, match="this user did not store it here"):
+        assert Cache(of_alice).stored_search(REQUEST) is None
+    (path,) = (of_alice / "v1" / "searches").iterdir()
+    other = CacheKey.of(graph="search")
+    path.rename(path.with_name(f"{other.digest}.json"))
+    become("alice")
+    with pytest.warns(CacheWarning, match="this user did not store it here"):
+        assert Cache(of_alice).stored_search(other) is None  # the code is of another key
+    become("bob")
+    assert command_of("trust", str(of_alice)).exit_code == 0
+    assert Cache(of_alice).stored_search(other) == {"rules": ["tensor"]}
+
+
 def test_a_variable_trusts_too_and_then_no_secret_is_needed(of_alice, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))  # cannot be created
