@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -82,6 +81,16 @@ _GPU = {
     "clock_ghz": (int, float), "shared_memory": int,
 }  # fmt: skip
 _OPTIONAL_OF_GPU = {"minor", "threads"}
+# As _PLAUSIBLE, of the numbers that XLA reads: MHz, MB and kB are outside.
+_PLAUSIBLE_OF_GPU = {
+    "capability": ("the major version of the compute capability", 5, 50),
+    "minor": ("the minor version of the compute capability", 0, 9),
+    "cores": ("the number of streaming multiprocessors", 1, 10_000),
+    "threads": ("threads of a multiprocessor", 256, 16_384),
+    "l2": ("bytes", 1e5, 1e11),
+    "clock_ghz": ("GHz", 0.1, 10),
+    "shared_memory": ("bytes", 1e4, 1e8),
+}
 
 
 def with_machines_of(path: Path, shown: str, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,15 +207,18 @@ def _implausible(table: Mapping[str, Any]) -> Iterator[str]:
             numbers = {f"{key}.{dtype}": number for dtype, number in table[key].items()}
         for name, number in numbers.items():
             if number is not None and not least <= number <= most:
-                yield (
-                    f"{name} = {number:g}: not plausible; write {unit}, from {_short(least)} to "
-                    f"{_short(most)}"
-                )
+                yield _not_plausible(name, number, unit, least, most)
 
 
-def _short(power: float) -> str:
-    """Return a power of ten as people write it in TOML: 1e9."""
-    return f"1e{math.log10(power):.0f}"
+def _not_plausible(name: str, number: float, unit: str, least: float, most: float) -> str:
+    return (
+        f"{name} = {number:g}: not plausible; write {unit}, from {_short(least)} to {_short(most)}"
+    )
+
+
+def _short(number: float) -> str:
+    """Return a number as people write it in TOML: 1e9 and not 1e+09."""
+    return re.sub(r"e\+0*", "e", f"{number:g}")
 
 
 def _problems(table: Mapping[str, Any]) -> Iterator[str]:
@@ -231,6 +243,10 @@ def _problems(table: Mapping[str, Any]) -> Iterator[str]:
         elif not isinstance(value, _GPU[key]) or (key not in ("name", "minor") and value <= 0):
             expected = "a text" if key == "name" else "a positive number"
             yield f"gpu.{key} = {value!r}: should be {expected}"
+        elif key in _PLAUSIBLE_OF_GPU:
+            unit, least, most = _PLAUSIBLE_OF_GPU[key]
+            if not least <= value <= most:
+                yield _not_plausible(f"gpu.{key}", value, unit, least, most)
     if missing := [key for key in _GPU if key not in card and key not in _OPTIONAL_OF_GPU]:
         yield f"gpu lacks {', '.join(missing)}, which XLA needs to compile for it"
     if table["platform"] == "cuda" and "bandwidth" not in table:

@@ -162,6 +162,12 @@ def test_a_wrong_description_is_refused_with_its_place(write, text, problem):
         ("link = 900", "link = 900: .* bytes per second, from 1e8"),
         ("network = 400", "network = 400: .* bytes per second, from 1e7"),
         ("host_link = 64", "host_link = 64: .* bytes per second, from 1e8"),
+        ("gpu = { clock_ghz = 1980 }", "gpu.clock_ghz = 1980: .* write GHz, from 0.1 to 10"),
+        ("gpu = { clock_ghz = nan }", "gpu.clock_ghz = nan: not plausible"),
+        ("gpu = { l2 = 50 }", "gpu.l2 = 50: not plausible; write bytes, from 100000 to 1e11"),
+        ("gpu = { shared_memory = 228 }", "gpu.shared_memory = 228: .* write bytes, from 10000"),
+        ("gpu = { capability = 90 }", "gpu.capability = 90: .* the major version .* from 5 to 50"),
+        ("gpu = { minor = -1 }", "gpu.minor = -1: .* from 0 to 9"),
     ],
 )
 def test_a_number_in_another_unit_is_refused_with_the_unit(write, number, problem):
