@@ -181,9 +181,7 @@ def show(
     if as_json:
         _print_json(plan_answer, pattern, work)
     elif blame:
-        from graphtrain.planning.text import explanation_lines
-
-        click.echo(explanation_lines(plan_answer.causes))
+        _print_causes(plan_answer)
     else:
         plan_answer.print(console())
         if work.tokens is not None:
@@ -246,6 +244,25 @@ def _print_arrays(program: "ResolvedProgram", pattern: str) -> None:
 
     plan = plan_program(program)
     console().print(plan_table(plan, matching_paths(plan, pattern)))
+
+
+def _print_causes(plan_answer: "Answer") -> None:
+    """Print one line for each collective of the compiled step.
+
+    Raises:
+        PlanError: there is no compiled step, although it may fit.
+    """
+    from graphtrain.errors import PlanError
+    from graphtrain.planning.text import explanation_lines
+
+    assessment = plan_answer.assessment
+    if assessment.collectives_source == "compiler":
+        click.echo(explanation_lines(plan_answer.causes) or "the compiled step has no collectives")
+        return
+    reason = f"--blame needs a compiled step, and there is none: {assessment.note}"
+    if plan_answer.fits:
+        raise PlanError(reason)
+    click.echo(reason)
 
 
 def cost_of(plan_answer: "Answer", work: "Workload") -> "Cost":
