@@ -23,6 +23,7 @@ from graphtrain.api.programs import compile_missing
 if TYPE_CHECKING:
     from graphtrain.api.configuration import Source
     from graphtrain.checkpoints.steps import StepName
+    from graphtrain.config.schema import Config
     from graphtrain.run.callbacks import Callback
     from graphtrain.run.evaluate import Evaluation
     from graphtrain.run.events import RunSummary
@@ -41,6 +42,7 @@ def train(
     set: Settings = (),
     cache: str | os.PathLike[str] | None = None,
     compile: bool = False,
+    search: bool = False,
     allow_change: Sequence[str] = (),
     fresh: bool = False,
     coordinator: str | None = None,
@@ -62,6 +64,9 @@ def train(
         set: Settings to change.
         cache: Directory of compiled programs; None for $GRAPHTRAIN_CACHE, else ./cache.
         compile: Whether to compile missing programs first, in place of MissingProgram.
+        search: Train with the strategy of the run so far or, of a new run, of the last search, in
+            place of that of the configuration; with `compile`, search first if nothing was
+            searched. Only for runs of one process.
         allow_change: Settings that may differ from those of the checkpoint.
         fresh: Start at step 0; a run in the directory is moved to its folder earlier/N.
         coordinator: Address of rank 0, host:port, if the run has several processes.
@@ -73,7 +78,7 @@ def train(
         started_at: Unix time from which goodput counts this start; None for the time of the call.
 
     Raises:
-        MissingProgram: a program is not compiled.
+        MissingProgram: a program is not compiled, or no strategy was searched.
         CompilationFailed: a program was to be compiled, and could not be.
         CallbackError: a callback raised an exception.
         UserError: something else that the user can change; its text says what.
@@ -85,7 +90,12 @@ def train(
     from graphtrain.run.goodput.timeline import Timeline
     from graphtrain.run.processes import expected_count, expected_rank, join_run
 
-    timeline = Timeline(started_at)
+    timeline, expected = Timeline(started_at), expected_count(coordinator, processes, rank)
+    if search:
+        if compile:
+            timeline.move(activities.COMPILE)
+        config = _searched(config, expected, compile, target, set, cache, fresh, observe, log)
+        set, target = (), None
     checked = checked_config(
         config,
         run_purpose(fresh=fresh, compiles=compile),
@@ -95,7 +105,6 @@ def train(
         rank=expected_rank(coordinator, processes, rank),
     )
     settings, store = checked.config, open_cache(cache)
-    expected = expected_count(coordinator, processes, rank)
     check_hosts(settings, expected)
     fewer = [count for count in settings.run.fallback if count < expected]
 
@@ -131,6 +140,45 @@ def train(
         allowed_changes=allow_change,
         fresh=fresh,
         timeline=timeline,
+    )
+
+
+def _searched(
+    config: Source,
+    processes: int,
+    compile: bool,
+    target: str | None,
+    set: Settings,
+    cache: str | os.PathLike[str] | None,
+    fresh: bool,
+    observe: Observer,
+    log: Callable[[str], None],
+) -> Config:
+    """Return a configuration with the strategy of its run or of its last search.
+
+    Raises:
+        TrainingError: there are several processes.
+        MissingProgram: nothing was searched, and nothing may be compiled.
+    """
+    from graphtrain.api.strategy import searched_config
+    from graphtrain.errors import TrainingError
+
+    if processes > 1:
+        raise TrainingError(
+            "search=True is for runs of one process: on several hosts, each could find another "
+            "strategy. Write the strategy into a configuration (graphtrain plan search CONFIG "
+            "--output searched.toml), and train with that on every host"
+        )
+    return searched_config(
+        config,
+        compile=compile,
+        target=target,
+        set=set,
+        cache=cache,
+        fresh=fresh,
+        hint="graphtrain.train(..., search=True, compile=True)",
+        observe=observe,
+        log=log,
     )
 
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+import graphtrain as gt
 from graphtrain.cache import Cache
 from graphtrain.cache.programs import CacheWarning
 from graphtrain.cli.run import command
 from graphtrain.config import load_config
 from graphtrain.config.schema import Batch, Config, Mesh, SearchSettings
-from graphtrain.errors import PlanError
+from graphtrain.errors import MissingProgram, PlanError, TrainingError
 from graphtrain.planning.chosen import (
     remember,
     remembered,
@@ -124,6 +125,23 @@ def test_another_batch_is_said_with_its_steps():
     assert batch_change(before, replace(before, microbatches=2), 10) == ""
     said = batch_change(before, replace(before, global_batch_size=16), 10)
     assert "run.steps = 10 steps train 10,240 tokens in place of 5,120 (5 steps train" in said
+
+
+def test_train_takes_the_searched_strategy(config, chosen, tmp_path, make_dataset):
+    """In Python as with `run --search`; here up to the first program, which is missing."""
+    data = make_dataset([[1, 2, 3] * 400], vocab=256)
+    said, given = [], {"cache": tmp_path / "cache", "search": True}
+    own = load_config(config, [f'run.data.train="{data}"', f'run.directory="{tmp_path}/run"'])
+    with pytest.raises(
+        MissingProgram, match=r"no strategy .*train\(..., search=True, compile=True"
+    ):
+        gt.train(own, **given)
+    remember(Cache(tmp_path / "cache"), own, chosen.program)
+    with pytest.raises(MissingProgram, match="train"):
+        gt.train(own, log=said.append, **given)
+    assert said == ["strategy of the last search: cpu:4, mesh fsdp 2 x tensor 2, 2 x 4 sequences"]
+    with pytest.raises(TrainingError, match="search=True is for runs of one process"):
+        gt.train(own, processes=2, rank=0, coordinator="localhost:1", **given)
 
 
 def test_processes_that_could_find_different_strategies_are_refused(tmp_path):
