@@ -161,9 +161,12 @@ def _at_loss(
 def logits_of_stage(program: ResolvedProgram, sizes: DeviceSizes) -> float:
     """Return the bytes of a pipeline's logits, and of their gradient in the model's dtype.
 
-    1F1B shards them over the stages by position, of which chunks have a number of their own.
+    1F1B shards them over the stages by position, of which chunks have a number of their own. DPO has
+    those of the policy and of the reference model, in float32; the gradient replaces the latter.
     """
     positions = 4 * sizes.scored_positions + sizes.item_bytes * sizes.logit_positions
+    if program.loss.kind == "dpo":
+        positions = 2 * 4 * sizes.logit_positions
     is_divided = program.pipeline.schedule == "1f1b" and not sizes.in_chunks
     parts = program.mesh.axes["stage"] if is_divided else 1
     return positions * sizes.sequences * sizes.vocab / parts
