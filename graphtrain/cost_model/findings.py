@@ -56,11 +56,7 @@ def _of_estimate(program: ResolvedProgram) -> Iterator[str]:
     from graphtrain.torch_frontend.native_equivalent import estimation_caveat
 
     if text := estimation_caveat(program.model):
-        yield (
-            f"the estimate is of a native model of about the same size: {text}. Time, and memory "
-            "besides weights and moments, may be wrong by far, most of all with long sequences; "
-            "the compiled program (graphtrain plan without --no-compile) shows both."
-        )
+        yield f"the estimate is of a native model of about the same size: {text}."
 
 
 def _dense_attention(program: ResolvedProgram) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import scored_layers
 from graphtrain.cost_model.mixture_memory import ExpertSizes
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.weights import ShardedWeight
@@ -52,7 +53,7 @@ def current_layer(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) -> 
     mlp = sizes.mlp if experts is None else sizes.shared
     wide = inside * mlp * sizes.item_bytes * (4 if is_gated(program.model) else 2)
     wide += experts.computed(program.model.remat) if experts else 0.0
-    return wide if flash else max(each * scores, wide)
+    return wide if flash or not scored_layers(program.model) else max(each * scores, wide)
 
 
 def _layer_in_blocks(

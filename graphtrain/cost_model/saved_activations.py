@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.config.schema import scored_layers
 from graphtrain.cost_model.mixture_memory import ExpertSizes
 from graphtrain.cost_model.pipeline_memory import saved_in_stage
 from graphtrain.cost_model.sizes import DeviceSizes
@@ -89,6 +90,7 @@ def _saved_per_layer(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) 
         attention_output = inside * sizes.heads * (head_dim * sizes.item_bytes + 4)
         return _saved_with_kernel(program, stream, hidden, heads, attention_output)
     scores = sizes.sequences * sizes.heads * sizes.seq_in_block * sizes.kv_positions * 4
+    scores *= scored_layers(model)  # the mean of all layers
     if program.target.platform == "cpu":  # computed again: models/blocked.py
         scores = 0
     normed = stream * (2 if model.post_norm else 0) + heads * model.qk_norm

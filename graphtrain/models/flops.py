@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from graphtrain.config.schema import Model, Program
+from graphtrain.config.schema import Model, Program, scored_layers
 
 Part = Literal["attention projections", "attention scores", "MLP", "LM head"]
 
@@ -96,7 +96,8 @@ def attention_flops_per_token(model: Model, length: int) -> float:
     """Return the part of flops_per_token that computes scores and their products with values."""
     assert model.head_dim
     widths = model.heads * (model.head_dim + value_head_dim(model))
-    return 6.0 * (model.depth + model.ahead_layers) * widths * length
+    layers = scored_layers(model) * (model.depth + model.ahead_layers)
+    return 6.0 * layers * widths * length
 
 
 def expert_flops_per_token(model: Model) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from graphtrain.config.hf_config import SIZE_NAMES, first_int, read_config
 from graphtrain.config.schema import (
     AttentionImplementation,
+    EquivalentModel,
     LatentAttention,
     MixtureOfExperts,
     Model,
@@ -27,7 +28,19 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"
 # Settings with which only some layers have experts; a native model has them in a run of layers.
 _EXPERTS_IN_SOME_LAYERS = ("decoder_sparse_step", "mlp_only_layers", "moe_layer_interval")
 # Kinds of layers that compute no attention scores.
-_WITHOUT_SCORES = ("linear_attention", "conv", "mamba", "mamba2")
+_WITHOUT_SCORES = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "mlp", "moe"}
+# Families of which only some layers, which config.json may leave to the module, have scores.
+_HYBRIDS = {
+    "bailing_hybrid", "granitemoehybrid", "kimi_linear", "lfm2", "lfm3", "minimax", "qwen3_next",
+    "qwen3_5_moe_text", "zaya",
+}  # fmt: skip
+_WITHOUT_ATTENTION = {"xlstm"}
+# Kinds of layers with products besides those with weights and with scores.
+_RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"}
+_MAY_BE_WRONG = (
+    "time, and memory besides weights and moments, may be wrong by far, most of all with long "
+    "sequences, and the compiled program (graphtrain plan without --no-compile) shows both"
+)
 
 
 def native_equivalent(model: TorchModel, *, build: bool = True) -> Model | None:
@@ -57,27 +70,65 @@ def native_equivalent(model: TorchModel, *, build: bool = True) -> Model | None:
 def estimation_caveat(model: TorchModel) -> str:
     """Return how the model differs from its native equivalent; empty if nothing is known to.
 
+    Builds the module of a family whose sizes are guessed.
+
     Args:
         model: The imported model.
     """
-    guessed = "its attention is taken to be in every layer, as wide as its widest projection"
-    if model.hf is None:
-        return f"the sizes of the module are guessed from its weights: {guessed}"
     if model.images:
         return ""
-    config = read_config(model.hf, model.overrides)
-    if not _has_known_sizes(config):
-        kind = config["model_type"]
-        return f"sizes of the family {kind} are guessed from the weights: {guessed}"
-    kinds = config.get("layer_types") or config.get("layers_block_type") or ()
-    without = [kind for kind in kinds if kind in _WITHOUT_SCORES]
-    if not without:
+    config = None if model.hf is None else read_config(model.hf, model.overrides)
+    if config is not None and _has_known_sizes(config):
+        kinds = _kinds_of_layers(config)
+        if config["model_type"] in _HYBRIDS and not kinds:
+            return (
+                "attention scores are counted in all layers, because config.json does not say "
+                f"which of them have none (layer_types); {_MAY_BE_WRONG}"
+            )
+        return _uncounted(kinds)
+    from graphtrain.torch_frontend.language_model import TorchLanguageModel
+
+    opened = TorchLanguageModel(model).opened()
+    if _attention_of_module(opened.meta.module) is None:
+        return (
+            "the sizes of the module are guessed from its weights, and its attention is taken to "
+            f"be in every layer, as wide as its widest projection; {_MAY_BE_WRONG}"
+        )
+    kinds = getattr(opened.meta.module.config, "layer_types", None) or ()
+    guessed = "the width of its MLP is guessed from the weights"
+    return "; ".join(filter(None, (guessed, _uncounted(kinds))))
+
+
+def _uncounted(kinds: Sequence[str]) -> str:
+    """Return what of layers of these kinds is not counted; empty if all is."""
+    found = [kind for kind in kinds if kind in _RECURRENT]
+    if not found:
         return ""
-    names = " and ".join(dict.fromkeys(without))
+    names = " and ".join(dict.fromkeys(found))
     return (
-        f"attention scores are counted in all {len(kinds)} layers, and {len(without)} have none "
-        f"({names})"
+        f"what {len(found)} of {len(kinds)} layers ({names}) compute besides projections is not "
+        "counted: compiled steps of narrow models (width 512) have 1.5 to 4.3 times the FLOPs, and "
+        "the time is too short by that; the compiled program (graphtrain plan without "
+        "--no-compile) has all"
     )
+
+
+def _kinds_of_layers(config: Mapping[str, Any]) -> Sequence[str]:
+    """Return the kind of each layer; empty if the configuration does not say it."""
+    for name in ("layer_types", "layers_block_type"):
+        if isinstance(kinds := config.get(name), list | tuple):
+            return kinds
+    if interval := first_int(config, ("full_attention_interval",)):  # Qwen3-Next
+        return ["linear_attention"] * (interval - 1) + ["full_attention"]
+    return ()
+
+
+def _scored_layers(config: Mapping[str, Any]) -> float:
+    """Return the fraction of layers that compute attention scores; 1.0 if nothing is said."""
+    if config["model_type"] in _WITHOUT_ATTENTION:
+        return 0.0
+    kinds = _kinds_of_layers(config)
+    return sum(kind not in _WITHOUT_SCORES for kind in kinds) / len(kinds) if kinds else 1.0
 
 
 def _has_known_sizes(config: Mapping[str, Any]) -> bool:
@@ -94,7 +145,8 @@ def _configured_equivalent(model: TorchModel, config: Mapping[str, Any]) -> Mode
     moe = _mixture(config, sizes["experts"], dense_mlp=mlp)
     latent = _latent_attention(config)
     assert model.vocab is not None
-    return Model(
+    return EquivalentModel(
+        scored_layers=_scored_layers(config),
         layers=sizes["layers"] - (moe.dense_layers if moe else 0),
         embed=sizes["embed"],
         heads=sizes["heads"],
@@ -205,10 +257,14 @@ def _module_equivalent(model: TorchModel) -> Model | None:
         for size, axis in zip(spec.shape, spec.axes, strict=True)
         if axis == "heads"
     ]
-    heads, head_dim = _heads(max(widths, default=1))
+    heads, head_dim, scored = _attention_of_module(opened.meta.module) or (
+        *_heads(max(widths, default=1)),
+        1.0,
+    )
     attention = 4 * opened.embed * heads * head_dim
     mlp = max(1, round((weight_count / layers - attention) / (2 * opened.embed)))
-    return Model(
+    return EquivalentModel(
+        scored_layers=scored,
         layers=layers,
         embed=opened.embed,
         heads=heads,
@@ -220,6 +276,22 @@ def _module_equivalent(model: TorchModel) -> Model | None:
         dtype=model.dtype,
         remat=model.remat,
     )
+
+
+def _attention_of_module(module: Any) -> tuple[int, int, float] | None:
+    """Return heads, head_dim and the fraction of layers with scores by a module's configuration.
+
+    None if it has none, as a module of the user, or does not say the number of heads.
+    """
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    scored = sum(kind not in _WITHOUT_SCORES for kind in kinds) / len(kinds) if kinds else 1.0
+    if not scored:
+        return 1, 2, scored
+    heads, width = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
+    if not (isinstance(heads, int) and isinstance(width, int)):
+        return None
+    return heads, getattr(config, "head_dim", None) or width // heads, scored
 
 
 def _heads(width: int) -> tuple[int, int]:

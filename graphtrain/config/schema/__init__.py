@@ -9,6 +9,7 @@ from graphtrain.config.schema.batch import Batch
 from graphtrain.config.schema.checkpoints import CheckpointSettings
 from graphtrain.config.schema.config import Config
 from graphtrain.config.schema.dump import Dump
+from graphtrain.config.schema.equivalent_model import EquivalentModel, scored_layers
 from graphtrain.config.schema.flax_model import FlaxModel
 from graphtrain.config.schema.learning_rate import LearningRate
 from graphtrain.config.schema.loss import Loss
@@ -56,6 +57,7 @@ __all__ = [
     "Config",
     "Data",
     "Dump",
+    "EquivalentModel",
     "FlaxModel",
     "LatentAttention",
     "LearningRate",
@@ -86,4 +88,5 @@ __all__ = [
     "check_preference",
     "is_imported",
     "is_streamed",
+    "scored_layers",
 ]

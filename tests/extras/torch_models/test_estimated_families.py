@@ -1,5 +1,6 @@
 """Estimates of imported models count the parameters that transformers' modules have."""
 
+import json
 import math
 from typing import Any
 
@@ -9,7 +10,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from graphtrain.config.resolve import resolve
-from graphtrain.config.schema import Batch, Program, TorchModel
+from graphtrain.config.schema import Batch, Program, TorchModel, scored_layers
+from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.planning.assess import estimate
 from graphtrain.torch_frontend.estimated_families import GATED, WITHOUT_GATE
 from graphtrain.torch_frontend.native_equivalent import estimation_caveat, native_equivalent
@@ -72,14 +74,18 @@ RECURRENT = transformers.Mamba2Config(
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "scored", "said"),
     [
-        (HYBRID, "in all 4 layers, and 3 have none (linear_attention)"),
-        (RECURRENT, "sizes of the family mamba2 are guessed"),
+        (
+            HYBRID,
+            0.25,
+            "what 3 of 4 layers (linear_attention) compute besides projections is not counted",
+        ),
+        (RECURRENT, 0.0, "the width of its MLP is guessed from the weights; what 2 of 2 layers"),
     ],
 )
-def test_layers_without_attention_are_said_and_the_state_is_that_of_the_module(
-    config, said, tmp_path
+def test_layers_without_attention_have_no_scores_and_the_state_is_that_of_the_module(
+    config, scored, said, tmp_path
 ):
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
@@ -90,8 +96,28 @@ def test_layers_without_attention_are_said_and_the_state_is_that_of_the_module(
     of = Program(target="h100:1", model=model, batch=Batch(global_batch_size=1, seq_len=64))
     found = estimate(resolve(of))
     assert said in " ".join(found.findings)
+    layers = with_native_model(of).model
+    flops = {part.name: part.model for part in found.flops}
+    widths = 2 * layers.heads * layers.head_dim
+    assert flops["attention scores"] == 3 * 2 * scored * layers.layers * widths * 64 * 64
     assert found.memory.parameters == pytest.approx(4 * sum(parameters), rel=0.001)
     assert found.memory.peak >= found.memory.parameters + found.memory.optimizer
+
+
+def test_layers_without_attention_are_those_of_an_interval_or_unknown(tmp_path):
+    """As published Qwen3-Next folders have it; of others, a finding says that it is not known."""
+    HYBRID.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["layer_types"]
+    model = TorchModel(hf=str(tmp_path), vocab=128)
+    path.write_text(json.dumps(config | {"full_attention_interval": 2}))
+    native = native_equivalent(model)
+    assert native is not None and scored_layers(native) == 0.5
+    path.write_text(json.dumps(config | {"full_attention_interval": None}))
+    native = native_equivalent(model)
+    assert native is not None and scored_layers(native) == 1.0
+    assert "scores are counted in all layers" in estimation_caveat(model)
 
 
 def test_models_like_their_native_equivalent_have_no_caveat(tmp_path):
