@@ -132,6 +132,22 @@ def largest(program: ResolvedProgram, count: int = 5) -> dict[str, int]:
     return {name: round(bytes_by_name[name]) for name in ranked[:count]}
 
 
+def all_gradients(
+    program: ResolvedProgram, weights: Sequence[ShardedWeight] | None = None
+) -> float:
+    """Return the bytes of float32 gradients that a step writes and its update reads.
+
+    At the peak some of them may not exist yet, or no longer: memory() counts those that do.
+
+    Args:
+        program: The program.
+        weights: Result of shard_weights, if the caller has it.
+    """
+    own = _gradients(program, shard_weights(program) if weights is None else weights)
+    tower = tower_program(program)
+    return own if tower is None else own + all_gradients(tower)
+
+
 def _gradients(program: ResolvedProgram, weights: Sequence[ShardedWeight]) -> float:
     """Return the bytes of float32 gradients.
 
@@ -193,7 +209,7 @@ def _at_logits(
         gradients = max(gradients, 4 * sums)
     if sizes.head_blocks > 1:  # on GPUs
         return gradients, logits_of_one_chunk(sizes, weights, mesh)
-    logits = _rounded_logits(sizes) + cast_embedding(program, weights)
+    logits = _rounded_logits(program, sizes) + cast_embedding(program, weights)
     if sizes.in_chunks:
         return gradients, logits + summed_head(weights, mesh)
     if target.platform == "tpu":
@@ -201,10 +217,18 @@ def _at_logits(
     return gradients, logits
 
 
-def _rounded_logits(sizes: DeviceSizes) -> float:
-    """Return the bytes of float32 logits, and of their gradient in the model's dtype."""
-    positions = 4 * sizes.scored_positions + sizes.item_bytes * sizes.logit_positions
-    return positions * sizes.sequences * sizes.vocab
+def _rounded_logits(program: ResolvedProgram, sizes: DeviceSizes) -> float:
+    """Return the bytes of float32 logits, and of their gradient in the model's dtype.
+
+    The LM head of an imported module returns logits in the model's dtype, which XLA for GPUs
+    converts where it reads them. DPO has the float32 logits of the policy and of the reference
+    model, which the gradient replaces.
+    """
+    if program.loss.kind == "dpo" and not program.stands_for_imported:
+        return 2 * 4 * sizes.scored_positions * sizes.sequences * sizes.vocab
+    is_float32 = not (program.stands_for_imported and program.target.platform == "cuda")
+    scored = (4 if is_float32 else sizes.item_bytes) * sizes.scored_positions
+    return (scored + sizes.item_bytes * sizes.logit_positions) * sizes.sequences * sizes.vocab
 
 
 def _logits_of(program: ResolvedProgram, sizes: DeviceSizes) -> float:

@@ -8,6 +8,7 @@ import pytest
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import (
     Batch,
+    Loss,
     Mesh,
     Model,
     PipelineSettings,
@@ -123,6 +124,16 @@ def test_estimates_of_imported_models_have_nothing_that_only_native_models_do():
     # Queries, keys, values and attention's output of 2 x 4,096 tokens: heads of 64 take 128.
     padding = narrow.layers * 2 * 4096 * 4 * narrow.heads * 64 * 2
     assert memory(padded).activations - memory(on_tpus).activations == padding
+
+
+def test_logits_of_an_imported_model_are_in_its_dtype_on_gpus():
+    """As compiled for h100:8: the head returns bfloat16, and no float32 logits exist."""
+    model = Model(layers=2, embed=256, heads=4, mlp=512, vocab=32000, remat="full")
+    of = Program(model=model, batch=Batch(global_batch_size=8, seq_len=2048), target="h100:1")
+    native = resolve(replace(of, loss=Loss(chunk="none")))
+    logits = 8 * 2048 * 32000
+    peaks = [memory(replace(native, stands_for_imported=one)).peak for one in (False, True)]
+    assert peaks[0] - peaks[1] == 2 * logits
 
 
 def test_a_native_model_that_does_not_support_the_settings_of_a_program_is_no_estimate(tmp_path):

@@ -99,19 +99,26 @@ def test_the_head_of_dpo_is_that_of_the_policy(tied):
     assert len([each for each in weights if each.path == head_of(weights).path]) == 2
 
 
-@pytest.mark.parametrize(("schedule", "compiled"), [("gpipe", 3.033e9), ("1f1b", 1.981e9)])
-def test_dpo_has_the_float32_logits_of_both_models(schedule, compiled):
-    """The peak of the program compiled for h100:2; one model's logits were 13 and 18 % too low."""
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "schedule", "compiled"),
+    [
+        (Mesh(stage=2), 4, "gpipe", 3.033e9),
+        (Mesh(stage=2), 4, "1f1b", 1.981e9),
+        (Mesh(data=2), 2, "gpipe", 3.110e9),  # without a pipeline
+    ],
+)
+def test_dpo_has_the_float32_logits_of_both_models(mesh, microbatches, schedule, compiled):
+    """The peak of the program compiled for h100:2; with one model's, it was 13 to 19 % too low."""
     of = Program(
         target="h100:2",
-        mesh=Mesh(stage=2),
+        mesh=mesh,
         rules=("data", "pipeline"),
         model=Model(layers=4, embed=512, heads=8, mlp=1408, vocab=32000, remat="full"),
-        batch=Batch(global_batch_size=32, seq_len=1024, microbatches=4),
+        batch=Batch(global_batch_size=32, seq_len=1024, microbatches=microbatches),
         pipeline=PipelineSettings(schedule=schedule),
         loss=Loss(kind="dpo"),
     )
-    assert memory(resolve(of)).peak == pytest.approx(compiled, rel=0.02)
+    assert memory(resolve(of)).peak == pytest.approx(compiled, rel=0.03)
 
 
 def test_stages_pass_on_the_residual_streams_of_both_models_of_dpo():
