@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Memory, StepTime
 from graphtrain.cost_model.compute import expected_excess, flops_by_part
 from graphtrain.cost_model.elementwise import elementwise_bytes
+from graphtrain.cost_model.exposed_reductions import exposed_reductions
 from graphtrain.cost_model.host_transfers import exposed_seconds
+from graphtrain.cost_model.memory import all_gradients
 from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.cost_model.product_peaks import part_peak, step_peak
 from graphtrain.cost_model.tower import step_flops_of_tower, tower_of
-from graphtrain.models.flops import step_flops_per_token
+from graphtrain.cost_model.weights import ShardedWeight
+from graphtrain.models.flops import Part, step_flops_per_token
 from lowering.machine.target import AT_PEAK, Achieved, Target
 from sharding_rules.mesh import MeshShape
 
@@ -37,6 +41,7 @@ def step_time(
     achieved: Achieved | None = None,
     flash: bool = False,
     excess: float | None = None,
+    weights: Sequence[ShardedWeight] | None = None,
 ) -> StepTime:
     """Estimate the time of a training step. What the machine's table lacks is None.
 
@@ -50,25 +55,30 @@ def step_time(
         flash: Whether attention is a kernel, which skips the masked half of its scores.
         excess: FLOPs over those that the model needs: compiled_excess() of a compiled step.
             Default: expected_excess(), by arithmetic.
+        weights: Result of shard_weights, if the caller has it.
     """
     mesh, target = program.mesh, program.target
     known = achieved or target.achieved
     achieved = known or AT_PEAK
-    compute = _seconds_of_compute(program, achieved, flash)
-    if compute is not None:
-        counted = expected_excess(program, flash=flash) if excess is None else excess
-        compute *= max(1.0, counted)
+    counted = expected_excess(program, flash=flash) if excess is None else excess
+    parts = _seconds_by_part(program, achieved, flash, max(1.0, counted))
+    compute = None if parts is None else sum(parts.values())
     collectives = tuple(collectives)
-    communication = communication_seconds(collectives, mesh, target)
-    beside_compute = (one for one in collectives if not one.after_ticks)
-    hideable = hideable_seconds(communication_seconds(beside_compute, mesh, target), achieved)
+    seconds_of = partial(communication_seconds, mesh=mesh, target=target)
+    communication = seconds_of(collectives)
+    beside_compute = seconds_of(one for one in collectives if not one.after_ticks)
+    waiting = {} if parts is None else exposed_reductions(program, parts, seconds_of, weights)
+    hideable = hideable_seconds(beside_compute, achieved) - hideable_seconds(waiting, achieved)
+    hideable = max(0.0, hideable)
     exposed = sum(seconds or 0.0 for seconds in communication.values()) - hideable
     # Collectives are counted in the bubble's ticks too. Without a known compute time, their share
     # is what is known of the bubble: else a pipeline would look free.
+    moved = moved_bytes(program, memory, flash, weights)
+    bandwidth = target.specification.get("bandwidth")
     idle = (exposed if compute is None else compute) * bubble / (1 - bubble)
     return StepTime(
         compute=compute,
-        memory=_seconds_of_memory(program, memory, flash),
+        memory=moved / bandwidth if bandwidth else None,
         communication=communication,
         bubble=idle,
         overlapped=None if compute is None else min(hideable, compute),
@@ -120,29 +130,41 @@ def hideable_seconds(beside_compute: Mapping[str, float | None], achieved: Achie
     )
 
 
-def _seconds_of_compute(program: ResolvedProgram, achieved: Achieved, flash: bool) -> float | None:
-    """Return the seconds of products and attention; None if the peak FLOP/s is unknown."""
+def _seconds_by_part(
+    program: ResolvedProgram, achieved: Achieved, flash: bool, excess: float
+) -> dict[Part, float] | None:
+    """Return the seconds of products and attention; None if the peak FLOP/s is unknown.
+
+    Args:
+        program: The program.
+        achieved: Fractions of the peak.
+        flash: Whether attention is a kernel.
+        excess: FLOPs over those that the model needs.
+    """
     if not program.target.peak_flops(program.model.dtype):
         return None
     kernel = replace(achieved, products=achieved.attention) if flash else achieved
-    return sum(
-        part.ideal
+    return {
+        part.name: excess
+        * part.ideal
         / part_peak(program, part.name, kernel if part.name == "attention scores" else achieved)
         for part in flops_by_part(program, flash=flash)
-    )
+    }
 
 
-def _seconds_of_memory(program: ResolvedProgram, memory: Memory, flash: bool) -> float | None:
-    """Return the seconds of memory traffic outside of products; None if the bandwidth is unknown.
+def moved_bytes(
+    program: ResolvedProgram,
+    memory: Memory,
+    flash: bool,
+    weights: Sequence[ShardedWeight] | None = None,
+) -> float:
+    """Return the bytes that a device reads and writes in a step outside of products.
 
-    State is read and written once per step. Weights are read by the products, which takes less
-    time than they compute unless a microbatch has few tokens.
+    State and gradients are read and written once per step. Weights are read by the products, which
+    takes less time than they compute unless a microbatch has few tokens.
     """
-    bandwidth = program.target.specification.get("bandwidth")
-    if not bandwidth:
-        return None
-    state = 2 * (memory.parameters + memory.optimizer + memory.gradients)
-    return (state + elementwise_bytes(program, flash)) / bandwidth
+    state = memory.parameters + memory.optimizer + all_gradients(program, weights)
+    return 2 * state + elementwise_bytes(program, flash)
 
 
 def communication_seconds(

@@ -24,11 +24,9 @@ import jax
 import jax.numpy as jnp
 
 from graphtrain.models.blocked_mlp import BlockedMLP, Weights
+from graphtrain.models.mlp_block_count import forward_block_count
 from lowering.tracing.context import set_context_variable
 from lowering.tracing.tpu_hints import on_tpu
-
-# The forward pass has fewer arrays of hidden values, and no gradients beside them.
-_BACKWARD_OVER_FORWARD = 4  # blocks
 
 _count: ContextVar[int] = ContextVar("mlp_blocks", default=1)
 
@@ -52,7 +50,7 @@ def mlp_in_blocks(mlp: BlockedMLP, x: jax.Array, weights: Weights) -> jax.Array:
         x: Input (batch, seq, embed).
         weights: gate and up (embed, mlp), down (mlp, embed), and biases (mlp).
     """
-    count = 1 if on_tpu() else max(1, mlp.blocks // _BACKWARD_OVER_FORWARD)
+    count = forward_block_count(mlp.blocks, on_tpu=on_tpu())
     if count == 1:  # nothing is summed over blocks, so that the partitioner may sum over shards
         return _output_of(replace(mlp, shards=1), x, weights)
     x, blocks = mlp.to_shards(x), mlp.split(mlp.split_shards(weights), count)

@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from graphtrain.config.schema import Batch, Mesh, Model, PipelineSettings, Precision, Program
+from graphtrain.config.schema import (
+    Batch,
+    Loss,
+    Mesh,
+    Model,
+    PipelineSettings,
+    Precision,
+    Program,
+)
 from graphtrain.config.schema.model import MixtureOfExperts
 
 ROWS = Path(__file__).parents[1] / "benchmarks" / "published_steps.toml"
@@ -103,6 +111,7 @@ def program_of(row: Mapping[str, Any]) -> Program:
     A published 1F1B pipeline, interleaved or not, is the circular schedule: that has its bubble,
     (stages - 1) / (stages - 1 + microbatches * virtual stages), and saves activations. graphtrain's
     own 1F1B recomputes stages. Published full recomputation computes a layer once more, not twice.
+    Published stacks have neither graphtrain's chunks of the loss nor its blocks of MLPs.
 
     Raises:
         NotModelled: a recomputation or a part of the model is not expressible.
@@ -121,6 +130,7 @@ def program_of(row: Mapping[str, Any]) -> Program:
             seq_len=row["seq_len"],
             microbatches=row.get("microbatches", 1),
         ),
+        loss=Loss(chunk="none"),
         pipeline=PipelineSettings(
             virtual_stages=row.get("virtual_stages", 1), recompute_stages=False
         ),
@@ -181,5 +191,6 @@ def model_of(row: Mapping[str, Any]) -> Model:
         tie_word_embeddings=sizes.get("tied_embeddings", False),
         moe=experts,
         remat=remat_of(row),
+        mlp_blocks="none",
         attention="dense" if kernel_of(row) == "none" else "auto",
     )

@@ -160,6 +160,17 @@ def fully_trained_paths(model: Model, adapter: Adapter) -> list[str]:
     return [path for path in arrays if path in chosen]
 
 
+def trains_head(program: Program) -> bool:
+    """Return whether the weights of the LM head, or of an embedding that is also it, are trained.
+
+    Raises:
+        ShardingError: a pattern of the adapter matches no array.
+    """
+    head = "embedding/tokens" if program.model.tie_word_embeddings else "head"
+    adapter = program.adapter
+    return adapter is None or head in fully_trained_paths(program.model, adapter)
+
+
 def is_quantized(path: str, spec: ArraySpec, adapter: Adapter) -> bool:
     """Return whether a frozen array is stored quantized: matrices of layers, except routers."""
     is_quantized_dtype = adapter.base_dtype in ("int8", "nf4")

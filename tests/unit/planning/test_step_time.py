@@ -4,9 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from graphtrain.config.resolve import resolve
+from graphtrain.config.schema import Adapter
 from graphtrain.cost_model.elementwise import elementwise_bytes
+from graphtrain.cost_model.exposed_reductions import exposed_reductions
 from graphtrain.cost_model.host_transfers import exposed_seconds
-from graphtrain.cost_model.time import bandwidth_of, overlap_of, speed_of, step_time
+from graphtrain.cost_model.sizes import DeviceSizes
+from graphtrain.cost_model.time import bandwidth_of, moved_bytes, overlap_of, speed_of, step_time
+from graphtrain.models.mlp_block_count import mlp_block_count
 from graphtrain.planning.assess import estimate
 from lowering.hlo.collectives import Collective
 from lowering.machine.target import AT_PEAK, Achieved, Target
@@ -18,7 +23,8 @@ def test_activations_of_a_pipeline_are_read_once_for_any_number_of_microbatches(
     def read(microbatches):
         batch = f"program.batch={{global_batch_size=64, seq_len=512, microbatches={microbatches}}}"
         pipeline = f'program.pipeline={{schedule="{schedule}"}}'
-        return elementwise_bytes(vary(["program.mesh={stage=4}", batch, pipeline]), flash=True)
+        changes = ["program.mesh={stage=4}", batch, pipeline, "program.loss.chunk=none"]
+        return elementwise_bytes(vary(changes), flash=True)
 
     assert read(4) == read(64) > 0
 
@@ -31,6 +37,91 @@ def test_scores_are_read_where_attention_is_no_kernel(vary):
     assert more == pytest.approx(
         3 * 12 * model.layers * scores
     )  # float32, three times, three passes
+
+
+@pytest.mark.parametrize(("microbatches", "chunks"), [(1, 4), (2, 8)])
+def test_each_chunk_of_the_loss_reads_and_writes_the_gradient_of_the_head(
+    vary, microbatches, chunks
+):
+    batch = f"program.batch.microbatches={microbatches}"
+
+    def read(*changes):
+        return elementwise_bytes(vary([batch, *changes]), flash=True)
+
+    head = 4 * 512 * 4096  # float32
+    assert read("program.loss.chunk=128") - read("program.loss.chunk=none") == 2 * chunks * head
+    assert read("program.loss.chunk=512") == read("program.loss.chunk=none")
+
+
+def test_the_update_reads_all_gradients_also_if_the_peak_has_none(vary):
+    """The peak of a step with all logits is before the backward pass of the layers."""
+    at_logits = vary(["program.model.vocab=100_000", "program.loss.chunk=none"])
+    memory = estimate(at_logits).memory
+    assert memory.gradients == 0
+    moved = moved_bytes(at_logits, memory, flash=True) - elementwise_bytes(at_logits, flash=True)
+    parameters, moments = memory.parameters, memory.optimizer
+    assert moved == 2 * (parameters + moments + parameters)  # all float32
+
+
+def test_chunks_with_a_frozen_head_have_no_gradient_to_read(vary):
+    in_chunks, whole = (vary([f"program.loss.chunk={one}"]).settings for one in ("128", "none"))
+    adapter = Adapter(rank=8, alpha=8)
+    reads = [
+        elementwise_bytes(resolve(replace(one, adapter=adapter)), flash=True)
+        for one in (in_chunks, whole)
+    ]
+    assert reads[0] == reads[1]
+
+
+WIDE = [
+    "program.target=h100:8",
+    "program.model={layers=4, embed=2048, heads=16, mlp=20480, vocab=4096, remat='full'}",
+    "program.batch={global_batch_size=64, seq_len=4096}",
+    "program.mesh={fsdp=8}",
+]
+
+
+def test_blocks_of_an_mlp_read_and_write_the_sums_of_the_products(vary):
+    blocks = mlp_block_count(vary(WIDE))
+    assert blocks == 16
+
+    def read(*changes):
+        return elementwise_bytes(vary([*WIDE, *changes]), flash=True)
+
+    stream = 8 * 4096 * 2048 * 2  # of a device, bfloat16
+    # Of the output in 4 blocks, and of the input's gradient, from gate and from up.
+    sums = (4 - 1) + 2 * (16 - 1)
+    assert read() - read('program.model.mlp_blocks="none"') == 4 * sums * 2 * stream
+
+
+def test_a_step_waits_for_the_last_block_of_an_mlp_and_for_the_head(vary):
+    program = vary(WIDE)
+    sent = {"fsdp": 0.8}
+    compute = dict.fromkeys(("MLP", "LM head", "attention scores", "attention projections"), 1e9)
+
+    def exposed(of, **shorter):
+        return exposed_reductions(of, compute | shorter, lambda _: sent)["fsdp"]
+
+    # With long products, the last of 16 blocks and, of the head in 8 blocks or in one, the last.
+    head = 0.8 / DeviceSizes.of(program).head_blocks
+    assert exposed(program) == pytest.approx(0.8 / 16 + head)
+    whole = vary([*WIDE, 'program.model.mlp_blocks="none"'])
+    assert exposed(whole) == pytest.approx(head)
+    # A block of a gated MLP has 2 of 12 products beside its reduction.
+    hidden = 0.6 * 2 / 12 * 15 / 16
+    assert exposed(program, MLP=0.6) == pytest.approx(0.8 - hidden + head)
+    assert exposed_reductions(vary([*WIDE, "program.target=cpu:8"]), compute, lambda _: sent) == {}
+
+
+def test_what_a_step_waits_for_does_not_overlap(vary):
+    of = [*WIDE, "program.target=h100:64", "program.mesh={fsdp=64}"]
+    in_blocks, whole = (
+        estimate(vary([*of, f'program.model.mlp_blocks="{blocks}"'])).time
+        for blocks in ("auto", "none")
+    )
+    assert in_blocks.communication == whole.communication
+    assert 0 < in_blocks.overlapped < whole.overlapped < sum(whole.communication.values())
+    assert in_blocks.memory > whole.memory
 
 
 def test_products_and_attention_take_the_inverse_of_what_they_reach(vary):
