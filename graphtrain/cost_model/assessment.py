@@ -60,11 +60,16 @@ class StepTime:
     # the machine has none, for the reason in profile_note, which is empty if none is possible.
     measured: MeasuredTime | None = None
     profile_note: str = ""
+    # Source of the seconds of products, bytes and collectives, where an estimate of a step that is
+    # not compiled has those of a profile.
+    speeds: str = ""
 
     @property
     def source(self) -> str:
         """Source of the time, in words."""
-        return "estimate" if self.measured is None else self.measured.source
+        if self.measured is not None:
+            return self.measured.source
+        return f"estimate, speeds {self.speeds}" if self.speeds else "estimate"
 
     @property
     def total(self) -> float | None:

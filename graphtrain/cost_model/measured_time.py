@@ -75,7 +75,7 @@ def measured_time(
         KeyError: the profile lacks a dtype in which the step multiplies.
         MissingKind: it lacks a kind of the step's loops.
     """
-    share = _Share(devices, profile.cores)
+    share = CoreShare(devices, profile.cores)
     products = loops = PartSeconds()
     for product, count in work.products.items():
         products += share.of(count * product_seconds(product, profile), profile.cores)
@@ -95,7 +95,7 @@ def measured_time(
 
 
 @dataclass(frozen=True)
-class _Share:
+class CoreShare:
     """Devices that share cores."""
 
     devices: int
@@ -155,10 +155,10 @@ def loop_seconds(loop: LoopWork, profile: MachineProfile) -> float:
         if kind not in costs:
             raise MissingKind(kind)
     functions = sum(count * costs[kind] for kind, count in loop.elements)
-    return max(functions, loop.bytes * _seconds_per_byte(loop.bytes, profile))
+    return max(functions, loop.bytes * seconds_per_byte(loop.bytes, profile))
 
 
-def _seconds_per_byte(size: int, profile: MachineProfile) -> float:
+def seconds_per_byte(size: int, profile: MachineProfile) -> float:
     """Return the seconds of a byte in a loop that reads and writes `size` bytes.
 
     Raises:

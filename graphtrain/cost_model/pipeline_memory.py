@@ -161,8 +161,8 @@ def _at_loss(
 def logits_of_stage(program: ResolvedProgram, sizes: DeviceSizes) -> float:
     """Return the bytes of a pipeline's logits, and of their gradient in the model's dtype.
 
-    1F1B shards them over the stages by position, of which chunks have a number of their own. DPO has
-    those of the policy and of the reference model, in float32; the gradient replaces the latter.
+    1F1B shards them over the stages by position, of which chunks have a number of their own. DPO
+    has those of the policy and of the reference model, which the gradient replaces.
     """
     positions = 4 * sizes.scored_positions + sizes.item_bytes * sizes.logit_positions
     if program.loss.kind == "dpo":

@@ -1,4 +1,4 @@
-"""Time of a compiled step by the profile of this machine, where it has one that fits."""
+"""Time of a step by the profile of this machine, where it has one that fits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from graphtrain.cost_model.machine_profile import (
     profiles_path,
 )
 from graphtrain.cost_model.measured_time import MeasuredTime, MissingKind, measured_time
+from graphtrain.cost_model.profiled_estimate import time_at_speeds_of
 from lowering.hlo.work import ProgramWork
 
 if TYPE_CHECKING:
@@ -29,38 +30,42 @@ def with_profile(
     program: ResolvedProgram,
     collectives: Iterable[Collective],
     record: Mapping[str, Any] | None,
+    moved_bytes: float,
 ) -> StepTime:
     """Return the time by the profile of this machine; without one, the time with the reason.
 
-    Only for targets that are this machine's CPU, in one process.
+    Only for targets that are this machine's CPU, in one process. A step that is not compiled is
+    estimated at the profile's speeds.
 
     Args:
         time: The estimate without a profile.
-        program: the program.
-        collectives: What its devices send, read from the compiled program.
+        program: The program, with a native model.
+        collectives: What its devices send, read from the compiled program or predicted.
         record: Record of the compiled program; None if it is not compiled.
+        moved_bytes: What an estimate takes a device to read and write outside of products.
 
     Raises:
         PlanError: the file of profiles cannot be read.
     """
     if program.target.machine != "cpu":
         return time
-    if record is None or "work" not in record:
-        return replace(time, profile_note="profiles of this machine need a compiled step")
+    if record is not None and "work" not in record:
+        return replace(time, profile_note="the record of the compiled step does not have its work")
     if program.target.processes != 1:
         return replace(time, profile_note="profiles have no collectives between processes")
     profile, reason = current_profile()
     if profile is None:
         return replace(time, profile_note=f"{reason}; {_ADVICE}")
-    work = ProgramWork.from_record(record["work"])
     try:
-        measured = measured_time(work, collectives, profile, program.target.devices)
+        if record is None:
+            return time_at_speeds_of(profile, time, program, collectives, moved_bytes)
+        work = ProgramWork.from_record(record["work"])
+        return _step_time(measured_time(work, collectives, profile, program.target.devices))
     except MissingKind as error:
         reason = f"the profile lacks loops of the kind {error.args[0]}"
         return replace(time, profile_note=f"{reason}; {_ADVICE} again")
     except KeyError as error:
         return replace(time, profile_note=f"no profile has measured {error.args[0]}")
-    return _step_time(measured)
 
 
 def _step_time(measured: MeasuredTime) -> StepTime:

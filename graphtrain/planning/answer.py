@@ -10,12 +10,12 @@ from graphtrain.cache import Cache
 from graphtrain.compile.request_keys import request_keys
 from graphtrain.compile.tasks import Observer
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.cost_model.assessment import Assessment
+from graphtrain.cost_model.assessment import Assessment, StepTime
 from graphtrain.cost_model.time import bandwidth_of
 from graphtrain.planning import ledger
 from graphtrain.planning.assess import assess
 from graphtrain.planning.collective_origins import CollectiveOrigin, explain_collectives
-from graphtrain.planning.ledger import ErrorBar
+from graphtrain.planning.ledger import ErrorBar, StepSource
 from graphtrain.planning.parameters import ParameterCount, count_parameters
 from graphtrain.planning.phases import PhasePlan, assess_phases
 from graphtrain.planning.remedies import Remedy, WithOverrides, find_remedies
@@ -117,7 +117,7 @@ def answer(
     bars = ledger.error_bars(
         ledger.read(ledger.ledger_path(cache.root)),
         assessment.target,
-        "estimate" if assessment.time.measured is None else "profile",
+        _step_source(assessment.time),
     )
     causes = _causes(program, assessment, cache)
     phases = assess_phases(program, assessment, cache, observe, compile=compile)
@@ -127,6 +127,13 @@ def answer(
         assessment, program, vary, cache, confirm=confirm and compile, observe=observe
     )
     return Answer(program, assessment, bars, remedies, causes, phases)
+
+
+def _step_source(time: StepTime) -> StepSource:
+    """Return the source of a step's time, by which the ledger tells predictions apart."""
+    if time.measured is not None:
+        return "profile"
+    return "speeds" if time.speeds else "estimate"
 
 
 def _causes(

@@ -22,7 +22,7 @@ from graphtrain.cost_model.host_transfers import host_bytes
 from graphtrain.cost_model.memory import memory as estimated_memory
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.profiled_time import with_profile
-from graphtrain.cost_model.time import mfu, step_time
+from graphtrain.cost_model.time import mfu, moved_bytes, step_time
 from graphtrain.cost_model.traffic import bubble_of, predict_collectives
 from graphtrain.errors import PlanError
 from graphtrain.graphs.plan import plan_program
@@ -238,7 +238,8 @@ def _assessment(
         excess = compiled_excess(padded_program, flops, flash=flash, bubble=bubble)
     counted = expected_excess(program, flash=flash) if excess is None else excess
     time = step_time(padded_program, memory, collectives, bubble, flash=flash, excess=counted)
-    time = with_profile(time, program, collectives, record)
+    moved = moved_bytes(padded_program, memory, flash)
+    time = with_profile(time, padded_program, collectives, record, moved)
     seconds = time.total if time.is_complete else None
     return Assessment(
         target=program.settings.target,

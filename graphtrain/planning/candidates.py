@@ -11,7 +11,8 @@ from graphtrain.config.resolve import ResolvedProgram, resolve
 from graphtrain.config.schema import Mesh, Model, PipelineSettings, Program, Remat
 from graphtrain.config.tower import Tower
 from graphtrain.cost_model.memory import memory
-from graphtrain.cost_model.time import mfu, step_time
+from graphtrain.cost_model.profiled_time import with_profile
+from graphtrain.cost_model.time import mfu, moved_bytes, step_time
 from graphtrain.cost_model.tower import tower_program
 from graphtrain.cost_model.traffic import bubble_of, predict_collectives
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
@@ -143,8 +144,11 @@ def _candidate(
     flash = step_uses_flash_kernel(program)
     achieved = None if attained is None else Achieved(attained, attained, tensor_overlap=0.0)
     estimated_time = step_time(
-        program, estimated_memory, collectives, bubble_of(program), achieved, flash
+        program, estimated_memory, collectives, bubble_of(program), achieved, flash, weights=weights
     )
+    if attained is None:
+        moved = moved_bytes(program, estimated_memory, flash, weights)
+        estimated_time = with_profile(estimated_time, program, collectives, None, moved)
     seconds = estimated_time.total if estimated_time.is_complete else None
     utilization = mfu(program, seconds, causal=flash)
     sent_bytes = sum(each.wire_bytes_per_step for each in collectives)

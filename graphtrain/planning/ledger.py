@@ -22,7 +22,7 @@ from sharding_rules.documents import DocumentError, parse_object, read_bytes
 
 _MAX_BYTES = 1 << 30  # of the file; an entry has some 400 bytes
 _Cost = Annotated[float, Field(ge=0, lt=1e30)]
-StepSource = Literal["estimate", "profile"]  # of a predicted step time
+StepSource = Literal["estimate", "profile", "speeds"]  # of a predicted step time
 QUANTITIES = ("compile_seconds", "step_seconds", "peak_bytes")
 
 

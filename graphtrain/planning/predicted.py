@@ -14,7 +14,7 @@ from graphtrain.cost_model.compute import compiled_excess, expected_excess
 from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.profiled_time import with_profile
-from graphtrain.cost_model.time import step_time
+from graphtrain.cost_model.time import moved_bytes, step_time
 from graphtrain.cost_model.traffic import bubble_of, predict_collectives
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from lowering.hlo.collectives import Collective, merged
@@ -54,10 +54,10 @@ def predicted_time(program: ResolvedProgram, record: Mapping[str, Any] | None) -
         collectives = [Collective.from_record(entry) for entry in record["collectives"]]
         if flops := record.get("flops"):
             excess = compiled_excess(padded_program, flops, flash=flash, bubble=bubble)
-    time = step_time(
-        padded_program, memory(padded_program), collectives, bubble, flash=flash, excess=excess
-    )
-    return with_profile(time, program, collectives, record)
+    held = memory(padded_program)
+    time = step_time(padded_program, held, collectives, bubble, flash=flash, excess=excess)
+    moved = moved_bytes(padded_program, held, flash)
+    return with_profile(time, padded_program, collectives, record, moved)
 
 
 def _stored_record(program: ResolvedProgram, cache: Cache) -> Mapping[str, Any] | None:

@@ -266,7 +266,8 @@ def time_table(assessment: "Assessment") -> "Table":
     if excess is not None:  # below 1, the compiler's do not have those of kernels
         counted += ", FLOPs: compiler" if excess >= 1 else ", FLOPs: estimate"
     counted += f", {_share_of_peak(assessment)}"
-    for name, source in (("compute", counted), ("memory", "estimate")):
+    moved = f"estimate, speeds {time.speeds}" if time.speeds else "estimate"
+    for name, source in (("compute", moved if time.speeds else counted), ("memory", moved)):
         if getattr(time, name) is None:
             source = "no speed is known for this machine"
         table.add_row(name, format_seconds(getattr(time, name)), source)
