@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,6 +115,8 @@ def search_strategies(
 ) -> tuple[SearchResult, Sequence[Candidate]]:
     """Search, compile the best strategies, and remember the winner; return all, best first.
 
+    The reasons of the result compare compiled steps with each other, and estimates with estimates.
+
     Args:
         config: the configuration; its own strategy does not matter.
         store: the cache.
@@ -133,7 +136,7 @@ def search_strategies(
     ranked = [*fitting, *result.ranked[len(compiled) : keep], *compiled[len(fitting) :]]
     if verify and fitting:
         remember(store, config, fitting[0].program.settings)
-    return result, ranked
+    return replace(result, compiled=compiled), ranked
 
 
 def _search(config: Config, store: Cache, observe: Observer) -> Config:

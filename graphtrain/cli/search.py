@@ -126,6 +126,8 @@ def _print(
     out.print(ranking.table(ranked, work, several=several) if ranked else "no strategy fits")
     if note := work.note([candidate.cost(work) for candidate in ranked]):
         out.print(note)
+    if note := ranking.speeds_note(ranked):
+        out.print(note, soft_wrap=True)
     for mesh, reason in {str(one.mesh): one.note for one in ranked if one.note}.items():
         out.print(f"{mesh}: {reason}", soft_wrap=True)
     if confirmed := ranking.confirmations(ranked, several=several):

@@ -64,14 +64,30 @@ def batch_range(search_result: SearchResult, configured: Batch) -> str:
     return f"{size} x {configured.seq_len}"
 
 
+def speeds_note(ranked: Sequence[Candidate]) -> str:
+    """Return at which speeds of this machine times are estimated, or why not; empty if of others.
+
+    Estimates of one search have the same source.
+    """
+    times = (candidate.time for one in ranked if (candidate := one.estimated or one))
+    time = next((one for one in times if one is not None), None)
+    if time is None or not (time.speeds or time.profile_note):
+        return ""
+    if time.speeds:
+        return f"times of steps that were not compiled are estimates, speeds {time.speeds}"
+    return f"times of steps that were not compiled are not from measurements: {time.profile_note}"
+
+
 def reasons_heading(search_result: SearchResult) -> str:
     """Return the heading of the reasons, which compare steps of one global batch."""
-    of_batch = ""
+    compared = ""
     if search_result.batches:
-        smallest = min(search_result.batches, key=lambda one: one.relative_batch)
-        best = next(iter(search_result.ranked), smallest)  # as in search()
-        of_batch = f", all with a global batch of {best.choice('batch')}"
-    return f"why other strategies rank lower{of_batch}"
+        batch = search_result.compared_batch
+        best = next(one for one in search_result.batches if one.relative_batch == batch)
+        compared = f", all with a global batch of {best.choice('batch')}"
+    if search_result.compiled:
+        compared += ", by estimates unless it says compiled"
+    return f"why other strategies rank lower{compared}"
 
 
 def table(ranked: Sequence[Candidate], workload: Workload, *, several: bool = False) -> Table:

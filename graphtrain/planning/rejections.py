@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.assessment import StepTime
@@ -23,18 +23,29 @@ def rejection_reasons(
     program: Program,
     winner: Candidate | None,
     best_of: Mapping[tuple[str, str], Candidate],
+    compiled: Sequence[Candidate] = (),
 ) -> dict[str, str]:
     """Return why the best strategy with each choice, as "tensor 16", is not the fastest.
+
+    A compiled step is compared with the winner's compiled step, an estimate with the estimate of
+    the winner.
 
     Args:
         program: the program, with a native model.
         winner: the fastest strategy; None if none fits.
-        best_of: the best strategy by family and choice, all of one global batch.
+        best_of: the best estimate by family and choice, all of one global batch.
+        compiled: strategies of compile_best, best first; the first with a choice stands for it.
     """
     reasons = {}
-    for (family, choice), best in best_of.items():
-        if winner is None or winner.choice(family) != choice:
-            reasons[f"{family} {choice}"] = _reason(winner, best)
+    for (family, choice), estimated in best_of.items():
+        if winner is not None and winner.choice(family) == choice:
+            continue
+        alike = (
+            one
+            for one in compiled
+            if one.choice(family) == choice and one.relative_batch == estimated.relative_batch
+        )
+        reasons[f"{family} {choice}"] = _reason(winner, next(alike, estimated))
     devices = next(iter(best_of.values())).mesh.devices  # the same for every candidate
     for tensor in divisors_up_to(devices, MAX_TENSOR):
         if size := indivisible_size(program.model, tensor):
@@ -47,21 +58,46 @@ def rejection_reasons(
 
 
 def _reason(winner: Candidate | None, best: Candidate) -> str:
-    if best.time is None:
-        memory = best.memory
-        parts = {name: getattr(memory, name) for name in _MEMORY_PARTS}
-        largest = max(parts, key=lambda name: parts[name])
-        return (
-            f"nothing fits: the smallest needs {memory.peak / 1e9:.1f} GB of "
-            f"{memory.capacity / 1e9:.0f} GB; largest part: {largest} {parts[largest] / 1e9:.1f} GB"
-        )
-    assert winner is not None and winner.time is not None
+    if best.refused:
+        return f"refused, with {best.mesh}: {best.note}"
+    if best.memory.compiler_out_of_memory:
+        return f"compiled: does not fit, with {best.mesh}: the compiler found no way to fit it"
+    if not best.memory.fits:
+        return _excess_memory(best)
+    if winner is None:
+        return f"fits by estimate, with {best.mesh}, but was not compiled"
+    if not best.is_compiled:
+        return _slower(winner.estimated or winner, best)
+    if winner.is_timed and not best.is_timed:
+        return f"compiled, with {best.mesh}: {best.note}"
+    return f"compiled: {_slower(winner, best)}"
+
+
+def _excess_memory(best: Candidate) -> str:
+    """Describe the memory of a strategy that does not fit."""
+    memory = best.memory
+    needed = f"{memory.peak / 1e9:.1f} GB of {memory.capacity / 1e9:.0f} GB"
+    parts = {name: getattr(memory, name) for name in _MEMORY_PARTS}
+    largest = max(parts, key=lambda name: parts[name])
+    largest_part = f"largest part: {largest} {parts[largest] / 1e9:.1f} GB"
+    if best.is_compiled:
+        return f"compiled: does not fit, with {best.mesh}: needs {needed}; {largest_part}"
+    return f"nothing fits: the smallest needs {needed}; {largest_part}"
+
+
+def _slower(winner: Candidate, best: Candidate) -> str:
+    """Describe why a strategy ranks after the winner, both compiled or both by estimate."""
+    assert winner.time is not None and best.time is not None
     if best.rank == winner.rank:
-        return f"no difference by estimate, with {best.mesh}"
-    seconds = f"{format_seconds(best.time.total)} s per step"
+        return f"no difference{'' if best.is_compiled else ' by estimate'}, with {best.mesh}"
+    seconds = f"{format_seconds(best.time.total)} s"
+    of_winner = f"{format_seconds(winner.time.total)} s"
+    if best.rank < winner.rank:  # only of estimates: the compiled winner is the fastest
+        why = f"was not compiled{f': {best.note}' if best.note else ''}"
+        return f"{seconds} instead of {of_winner} by estimate, with {best.mesh}, but {why}"
     if best.rank[0] == winner.rank[0]:
-        return f"also {seconds}, with {best.mesh}{_tie_breaker(best, winner)}"
-    times = f"{seconds} instead of {format_seconds(winner.time.total)} s, with {best.mesh}"
+        return f"also {seconds} per step, with {best.mesh}{_tie_breaker(best, winner)}"
+    times = f"{seconds} per step instead of {of_winner}, with {best.mesh}"
     return f"{times}: {_largest_excess(best, winner.time)}"
 
 

@@ -7,7 +7,7 @@ result contains the reason.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -51,11 +51,32 @@ _OFFLOADED = (
 class SearchResult:
     """Result of a search."""
 
-    ranked: tuple[Candidate, ...]  # candidates that fit, fastest first
-    rejected: dict[str, str]  # by choice, as "tensor 16": why its best candidate is not the fastest
+    program: Program  # with a native model
+    ranked: tuple[Candidate, ...]  # candidates that fit, fastest first by estimate
+    best_of: Mapping[float, Mapping[tuple[str, str], Candidate]]  # as in _Tally
+    not_tried: Mapping[str, str]  # choices that were ruled out, with the reason
     considered: int  # number of candidates
     seconds: float  # duration of the search
     batches: tuple[Candidate, ...] = ()  # the best with each global batch, if several were tried
+    compiled: tuple[Candidate, ...] = ()  # those that compile_best assessed, best first
+
+    @property
+    def winner(self) -> Candidate | None:
+        """Return the fastest strategy: of the compiled ones if one fits, else by estimate."""
+        compiled = [one for one in self.compiled if one.fits]
+        return next(iter(compiled or self.ranked[len(self.compiled) :]), None)
+
+    @property
+    def compared_batch(self) -> float:
+        """Return the global batch of the compared strategies, over that of the configuration."""
+        return min(self.best_of) if self.winner is None else self.winner.relative_batch
+
+    @property
+    def rejected(self) -> dict[str, str]:
+        """Return why the best strategy with each choice, as "tensor 16", is not the fastest."""
+        of_batch = self.best_of[self.compared_batch]
+        reasons = rejection_reasons(self.program, self.winner, of_batch, self.compiled)
+        return reasons | dict(self.not_tried)
 
 
 @dataclass(frozen=True)
@@ -144,14 +165,13 @@ def search(program: Program, keep: int = 20, settings: SearchSettings = _NO_LIMI
             f"{program.target}; choose a batch that is a multiple of the number of devices"
         )
     ranked = _folded(sorted(tally.fitting, key=lambda candidate: candidate.rank))[:keep]
-    winner = ranked[0] if ranked else None
-    of_batch = tally.best_of[winner.relative_batch if winner else min(tally.best_of)]
-    rejected = rejection_reasons(task.program, winner, of_batch) | task.not_tried
     if task.imported is not None:
         ranked = [task.imported.with_torch_model(candidate) for candidate in ranked]
     return SearchResult(
+        program=task.program,
         ranked=tuple(ranked),
-        rejected=rejected,
+        best_of=tally.best_of,
+        not_tried=task.not_tried,
         considered=tally.considered,
         seconds=time.perf_counter() - start_time,
         batches=tally.best_by_batch if len(task.choices.batch_sizes) > 1 else (),

@@ -10,6 +10,7 @@ import pytest
 
 from graphtrain.api.measuring.report import lines
 from graphtrain.cost_model import profiled_time
+from graphtrain.cost_model.compute import flops_by_part
 from graphtrain.cost_model.machine_profile import (
     Measured,
     MeasuredCollective,
@@ -32,6 +33,10 @@ from graphtrain.cost_model.measured_time import (
 from graphtrain.cost_model.profiled_time import with_profile
 from graphtrain.errors import PlanError
 from graphtrain.planning.assess import estimate
+from graphtrain.planning.ranking import speeds_note
+from graphtrain.planning.search import search
+from graphtrain.planning.tables import printed_text
+from graphtrain.planning.text import time_table
 from lowering.hlo.collectives import Collective
 from lowering.hlo.loop_work import LoopWork
 from lowering.hlo.work import Product, ProgramWork
@@ -177,7 +182,7 @@ def test_a_kind_of_loops_that_the_profile_lacks_is_measured_again(kind, vary, mo
         loop_seconds(lacking, made_up())
     monkeypatch.setattr(profiled_time, "current_profile", lambda: (made_up(), ""))
     program, work = vary(["program.target=cpu:2"]), replace(WORK, loops={lacking: 1})
-    time = with_profile(estimate(program).time, program, [], {"work": work.to_record()})
+    time = with_profile(estimate(program).time, program, [], {"work": work.to_record()}, 0)
     assert time.measured is None
     assert f"lacks loops of the kind {kind}" in time.profile_note
     assert "doctor --measure measures it again" in time.profile_note
@@ -216,19 +221,56 @@ def test_a_plan_uses_the_profile_of_this_machine_and_says_when_it_was_measured(
     without = estimate(program).time
     record = {"work": WORK.to_record()}
     monkeypatch.chdir(tmp_path)
-    assert "doctor --measure" in with_profile(without, program, [SENT], record).profile_note
+    assert "doctor --measure" in with_profile(without, program, [SENT], record, 0).profile_note
     store_profile(
         tmp_path / "machine-profiles.json", replace(made_up(), cores=this_machine().cores)
     )
-    time = with_profile(without, program, [SENT], record)
+    time = with_profile(without, program, [SENT], record, 0)
     assert time.is_complete and time.measured and not time.profile_note
     assert time.total == pytest.approx(time.measured.total.clock)
     assert time.measured.source.startswith("measured on 2026-01-02")
-    assert "compiled step" in with_profile(without, program, [SENT], None).profile_note
     processes = vary(["program.target=cpu:2x1"])
-    assert "between processes" in with_profile(without, processes, [], record).profile_note
+    assert "between processes" in with_profile(without, processes, [], record, 0).profile_note
     accelerator = vary(["program.target=h100:2"])
-    assert with_profile(without, accelerator, [], record) is without
+    assert with_profile(without, accelerator, [], record, 0) is without
+
+
+def test_a_step_that_is_not_compiled_is_estimated_at_the_speeds_of_the_profile(vary, monkeypatch):
+    """Products at 268 GFLOP/s, 0.1 ns for each byte that is moved, collectives as measured."""
+    program = vary(["program.target=cpu:2", "program.mesh={data=2}", "program.model.remat=dots"])
+    roofline = estimate(program).time
+    monkeypatch.setattr(profiled_time, "current_profile", lambda: (made_up(), ""))
+    time = with_profile(roofline, program, [SENT], None, 10**9)
+    flops = sum(part.computed for part in flops_by_part(program, flash=False))
+    rate = 2 * 512**3 / 1e-3  # FLOP/s of a core, of both products
+    assert time.compute == pytest.approx(flops / (2 * rate))
+    assert time.memory == pytest.approx(10**9 * 1e-10)
+    assert time.communication == {"data": pytest.approx(3 * 1e-5)}
+    assert time.measured is None and time.is_complete and not time.profile_note
+    assert "speeds measured on 2026-01-02" in time.source
+    planned = estimate(program)
+    assert planned.time.speeds == time.speeds and planned.mfu
+    printed = printed_text(lambda console: console.print(time_table(planned)))
+    assert "lower bound" not in printed and "speeds measured on 2026-01-02" in printed
+    narrow = vary(["program.target=cpu:2", "program.model.dtype=float32"])
+    without = with_profile(roofline, narrow, [SENT], None, 0)
+    assert not without.speeds and without.profile_note == "no profile has measured f32"
+
+
+def test_a_search_ranks_its_estimates_by_the_speeds_of_the_profile(vary, monkeypatch):
+    operations = "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
+    collectives = [MeasuredCollective(1e-5, 0.0, name, 2, 1000) for name in operations]
+    profile = made_up(collectives=tuple(collectives))
+    monkeypatch.setattr(profiled_time, "current_profile", lambda: (profile, ""))
+    found = search(vary(["program.target=cpu:2", "program.batch.seq_len=64"]).settings)
+    assert all(one.time.is_complete and one.time.speeds for one in found.ranked)
+    assert "unknown" not in found.ranked[0].figures
+    assert speeds_note(found.ranked).endswith("estimates, speeds measured on 2026-01-02 with jax "
+                                              f"{profile.versions['jax']}")  # fmt: skip
+    monkeypatch.setattr(profiled_time, "current_profile", lambda: (None, "no profile"))
+    unmeasured = search(vary(["program.target=cpu:2", "program.batch.seq_len=64"]).settings)
+    assert "not from measurements: no profile; graphtrain doc" in speeds_note(unmeasured.ranked)
+    assert speeds_note(search(vary([]).settings).ranked) == ""
 
 
 def test_every_number_is_printed_with_its_spread_and_how_it_was_measured():

@@ -178,6 +178,50 @@ def test_a_step_that_the_profile_cannot_time_comes_after_those_that_it_can(
     assert rows[-1].seconds < rows[0].seconds and not rows[0].note
 
 
+def slower(one, factor):
+    """A strategy as compiled, with a time of compute that is `factor` times the estimate."""
+    guess = estimate(one.program)
+    time = replace(guess.time, compute=factor * guess.time.compute)
+    memory = replace(guess.memory, source="compiler")
+    return one.compiled(replace(guess, memory=memory, time=time))
+
+
+def test_reasons_compare_compiled_steps_with_each_other_and_estimates_with_estimates(vary):
+    found = search(vary(["program.target=h100:8"]).settings)
+    first, second = found.ranked[:2]
+    (family, *_) = (name for name in FAMILIES if first.choice(name) != second.choice(name))
+    after = replace(found, compiled=(slower(second, 1), slower(first, 3)))
+    assert after.winner is after.compiled[0] and found.winner is first
+    lost, taken = (f"{family} {one.choice(family)}" for one in (first, second))
+    assert taken in found.rejected and taken not in after.rejected
+    seconds = [f"{one.time.total:.3g}" for one in (*reversed(after.compiled), second)]
+    assert after.rejected[lost].startswith(f"compiled: {seconds[0]} s per step instead of")
+    assert f"instead of {seconds[1]} s" in after.rejected[lost]
+    assert f"instead of {seconds[2]} s, with" in after.rejected["stage 4"]
+    assert "compiled" not in after.rejected["stage 4"]
+    assert ranking.reasons_heading(after).endswith("by estimates unless it says compiled")
+
+
+def test_reasons_say_what_the_compiler_found(vary):
+    found = search(vary(["program.target=h100:8"]).settings)
+    first, second = found.ranked[:2]
+    (family, *_) = (name for name in FAMILIES if first.choice(name) != second.choice(name))
+    lost, winner = f"{family} {first.choice(family)}", slower(second, 1)
+
+    def reason(memory=None, **changes):
+        one = replace(slower(first, 1), **changes)
+        one = one if memory is None else replace(one, memory=replace(one.memory, **memory))
+        return replace(found, compiled=(winner, one)).rejected[lost]
+
+    assert reason(refused=True, note="axes").endswith(f"with {first.mesh}: axes")
+    assert "compiled: does not fit" in reason({"peak": 10**15})
+    assert "needs 1000000.0 GB of" in reason({"peak": 10**15})
+    assert "found no way to fit it" in reason({"compiler_out_of_memory": True})
+    failed = replace(first, note="the compiler failed")  # which keeps its estimate
+    reasons = replace(found, compiled=(winner, failed)).rejected
+    assert reasons[lost].endswith("but was not compiled: the compiler failed")
+
+
 def test_rows_are_settings_and_say_whose_their_numbers_are(vary, tmp_path, compiled):
     found = search(vary(["program.mesh.fsdp=1", "program.mesh.data=rest"]).settings)
     rows = [*compile_best(found.ranked, Cache(tmp_path), 1), *found.ranked[1:]]
