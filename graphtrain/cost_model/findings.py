@@ -87,10 +87,13 @@ def _repeated_work(program: ResolvedProgram, excess: float | None) -> Iterator[s
         whole = len(names) == len(parts)
         verb = "is" if whole or len(_merged(names)) == 1 else "are"
         rule = "batch" if whole else _AXIS_THAT_DIVIDES[names[0]]
+        remedy = f"[activations] {rule} = {axes[0]!r} in a rule table divides the work."
+        if "stage" in axes:
+            remedy = 'Add "pipeline" to program.rules, which divides the layers over the stages.'
         yield (
             f"{'the whole step' if whole else _joined(names)} {verb} computed {times} x over "
             f"{over}: no rule splits activations there, so {times} devices compute the same. "
-            f"[activations] {rule} = {axes[0]!r} in a rule table divides the work."
+            f"{remedy}"
         )
 
 

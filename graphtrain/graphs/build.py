@@ -48,6 +48,7 @@ from graphtrain.graphs.schedule_free import gradient_point
 from graphtrain.graphs.serving import serving_graph
 from graphtrain.graphs.spikes import limit_specs, spike_metrics, unless_spike
 from graphtrain.graphs.targets_ahead import with_targets_ahead
+from graphtrain.graphs.user_code_of_parts import check_user_code_of_parts
 from graphtrain.graphs.weight_specs import frozen_specs, trained_specs
 from graphtrain.models.attention.ring_order import to_ring_order
 from graphtrain.models.attention.segment_mask import isolate_documents
@@ -76,12 +77,16 @@ def build_graph(program: ResolvedProgram, name: str) -> Graph:
 
     Raises:
         LoweringError: the target does not compute in the model's dtype, or not the optimizer.
+        ConfigError: the program gives parts of arrays to the user's loss or optimizer, and these
+            compute something else of parts.
     """
     if (graph := serving_graph(program, name)) is not None:
         return graph
     check_compute_dtype(program)
     if name == "train":
         check_optimizer(program)
+    if name in ("train", "evaluate"):
+        check_user_code_of_parts(program)
     makers = {
         "init": _init,
         "train": _train,

@@ -17,6 +17,7 @@ import pytest
 from graphtrain.cache import Cache
 from graphtrain.compile import worker
 from graphtrain.compile.request_keys import request_keys
+from graphtrain.config import load_config
 from graphtrain.config.identity import differences, mathematics
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Batch, Config, Data, Loss, Mesh, Model, Optimizer, Program, Run
@@ -25,6 +26,7 @@ from graphtrain.errors import ConfigError, PlanError, TrainingError
 from graphtrain.graphs.optimizer import make_optimizer
 from graphtrain.graphs.plan import plan_program
 from graphtrain.graphs.token_loss import weighted_loss
+from graphtrain.graphs.user_code_of_parts import check_user_code_of_parts
 from graphtrain.run.resume import check_identity
 from lowering.machine import backends
 
@@ -212,3 +214,75 @@ def test_the_page_shows_each_example_in_full(name):
     code = re.sub(r"\A(#.*\n)+\n*", "", source)
     assert f"```python\n{code}```" in page
     assert len(source.splitlines()) < 40
+
+
+CODE_OF_PARTS = """
+import jax.numpy as jnp
+import optax
+
+
+def of_tokens(logits, targets):
+    return jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+
+
+def of_positions(logits, targets):
+    return of_tokens(logits, targets) * jnp.arange(targets.shape[1])
+
+
+def of_sequences(logits, targets):
+    return of_tokens(logits, targets) - of_tokens(logits, targets).mean(0)
+
+
+def lion():
+    return optax.scale_by_lion()
+
+
+def whole():
+    return optax.stateless(lambda g, _: {k: x / jnp.sqrt(jnp.mean(x * x)) for k, x in g.items()})
+
+
+def broken():
+    return optax.stateless(lambda g, _: g["no such array"])
+"""
+PIPELINE = ["program.mesh.stage=2", "program.batch.microbatches=2"]
+ONE_F = [*PIPELINE, 'program.pipeline.schedule="1f1b"']
+RING = ["program.mesh={context=2}"]
+UNEVEN = [*PIPELINE, "program.model.layers=3"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "changes", "message"),
+    [
+        ("loss.custom=code.py:of_tokens", ONE_F, None),
+        ("loss.custom=code.py:of_tokens", RING, None),
+        ("loss.custom=code.py:of_positions", PIPELINE, None),
+        ("loss.custom=code.py:of_positions", ONE_F, "other positions .* use .circular. or .gpipe"),
+        ("loss.custom=code.py:of_positions", RING, "in another order; use .ulysses. instead"),
+        (
+            "loss.custom=code.py:of_sequences",
+            [*PIPELINE, "program.mesh.data=2", "program.target=cpu:4"],
+            "other sequences .* use a mesh without stage",
+        ),
+        ("optimizer.custom=code.py:lion", UNEVEN, None),
+        ("optimizer.custom=code.py:whole", PIPELINE, None),
+        ("optimizer.custom=code.py:whole", UNEVEN, "a number of layers that the stages divide"),
+        ("optimizer.custom=code.py:broken", UNEVEN, "KeyError: 'no such array'"),
+    ],
+)
+def test_code_that_would_compute_something_else_of_parts_is_refused(
+    tmp_path, monkeypatch, setting, changes, message
+):
+    """Parts of a sequence, of a batch, and arrays with rows of zeros for uneven stages."""
+    monkeypatch.chdir(tmp_path)
+    Path("code.py").write_text(CODE_OF_PARTS)
+    Path("a.toml").write_text(
+        '[program]\ntarget = "cpu:2"\nmodel = {layers = 2, embed = 8, heads = 2, mlp = 8, '
+        "vocab = 16}\nbatch = {global_batch_size = 8, seq_len = 16}\n"
+        '[run]\ndirectory = "run"\nsteps = 1\ndata = {train = "data"}\n'
+    )
+    program = resolve(load_config(Path("a.toml"), [f"program.{setting}", *changes]).program)
+    if message is None:
+        check_user_code_of_parts(program)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_user_code_of_parts(program)
