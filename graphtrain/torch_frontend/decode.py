@@ -22,7 +22,7 @@ from graphtrain.models.attention.kv_cache import (
 from graphtrain.torch_frontend.block_ranges import range_name
 from graphtrain.torch_frontend.blocks import Stack
 from graphtrain.torch_frontend.model import OpenedModel
-from graphtrain.torch_frontend.scan_blocks import Scan, ScanHooks
+from graphtrain.torch_frontend.scan import Scan, ScanHooks
 from lowering.trees import Tree, flatten, unflatten
 
 if TYPE_CHECKING:

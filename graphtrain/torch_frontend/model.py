@@ -21,7 +21,7 @@ from graphtrain.torch_frontend.adapted_parameter import cast_adapted, is_adapted
 from graphtrain.torch_frontend.attention import refuse_own_attention
 from graphtrain.torch_frontend.axes import NamedAxes, embed_width
 from graphtrain.torch_frontend.blocks import Stack, UnrolledBlocks
-from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment, call_module
+from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment
 from graphtrain.torch_frontend.image_text import ImageInputs
 from graphtrain.torch_frontend.initial_arrays import initial_arrays
 from graphtrain.torch_frontend.load_balancing import LoadBalancing
@@ -34,8 +34,10 @@ from graphtrain.torch_frontend.module_calls import (
     position_arguments,
 )
 from graphtrain.torch_frontend.recorded_modules import record_modules
-from graphtrain.torch_frontend.scan_blocks import Scan, ScanHooks, scanning_blocks
+from graphtrain.torch_frontend.scan import Scan, ScanHooks
+from graphtrain.torch_frontend.scan_blocks import scanning_blocks
 from graphtrain.torch_frontend.strict_logits import check_strict, strict_logits
+from graphtrain.torch_frontend.traced_calls import call_module
 from lowering.tracing.constrain import constrain
 from lowering.tracing.deferred_gradient import DeferredGradient, attach_reductions
 from lowering.trees import Tree, flatten, unflatten

@@ -13,6 +13,7 @@ from jax.extend.core import Literal
 from graphtrain.errors import ImportedModelError, StrictFrontEndRequired
 from graphtrain.models.batch_images import with_images
 from graphtrain.torch_frontend.axes import name_axes
+from graphtrain.torch_frontend.block_calls import BlocksDiffer
 from graphtrain.torch_frontend.blocks import (
     UnrolledBlocks,
     cut_after,
@@ -26,7 +27,6 @@ from graphtrain.torch_frontend.load_balancing import LoadBalancing
 from graphtrain.torch_frontend.meta_module import MetaModule, build_on_meta
 from graphtrain.torch_frontend.model import OpenedModel
 from graphtrain.torch_frontend.module_factory import factory
-from graphtrain.torch_frontend.scan_blocks import BlocksDiffer
 
 if TYPE_CHECKING:
     from graphtrain.config.schema import TorchModel

@@ -8,11 +8,19 @@ from typing import Any
 import jax
 
 from graphtrain.torch_frontend.model import OpenedModel
-from graphtrain.torch_frontend.scan_blocks import Scan, ScanHooks, StopForward
+from graphtrain.torch_frontend.scan import Scan, ScanHooks
 from graphtrain.torch_frontend.staged_blocks import StagedBlocks
 from lowering.tracing.recording import recording_later
 
 Arrays = dict[str, Any]
+
+
+class _StopForward(Exception):
+    """Signal that stops a module's forward pass once the wanted value is known."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__("the module's forward pass was stopped")
+        self.value = value
 
 
 def _hooks(
@@ -51,12 +59,12 @@ def run_until_stages(
     """Call the module up to its stages, and return `get_value` of the scan that they divide."""
 
     def stop_at_stages(scan: Scan) -> jax.Array:
-        raise StopForward(get_value(scan))
+        raise _StopForward(get_value(scan))
 
     hooks = _hooks(blocks, stop_at_stages, runs_before=runs_before)
     try:
         opened.run(all_weights(opened, arrays), tokens, key, hooks)
-    except StopForward as stop:
+    except _StopForward as stop:
         return stop.value
     raise AssertionError("the module returned before its stages")
 

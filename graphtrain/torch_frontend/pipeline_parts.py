@@ -34,7 +34,7 @@ from graphtrain.models.pipeline_stages import (
 from graphtrain.torch_frontend.dependencies import Dependencies, find_dependencies
 from graphtrain.torch_frontend.model import OpenedModel
 from graphtrain.torch_frontend.partial_runs import run_after_stages, run_until_stages
-from graphtrain.torch_frontend.scan_blocks import Scan, constrain_residual
+from graphtrain.torch_frontend.scan import Scan, constrain_residual
 from graphtrain.torch_frontend.staged_blocks import StagedBlocks, cannot_split
 from lowering.pipeline.ring import read_slot
 from lowering.pipeline.schedule import Pipeline, StageResult

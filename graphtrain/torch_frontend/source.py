@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # Files that tracing executes. Estimates, conversions and the parity check change no program.
 _SOURCES = (
-    *("adapted_parameter.py", "adapters.py", "attention.py", "axes.py"),
-    *("block_ranges.py", "blocks.py"),
+    *("activation_checkpointing.py", "adapted_parameter.py", "adapters.py", "attention.py"),
+    *("axes.py", "block_calls.py", "block_ranges.py", "blocks.py"),
     *("bridge.py", "decode.py", "dependencies.py", "expert_loops.py"),
     "experts.py",
     *("functions.py", "hf_attention.py", "image_pixels.py", "image_positions.py", "image_text.py"),
@@ -36,6 +36,7 @@ _SOURCES = (
         "random_operations.py",
         "random_values.py",
         "recorded_modules.py",
+        "scan.py",
         "scan_blocks.py",
         "segmented_attention.py",
         "silent_failures.py",
@@ -43,6 +44,7 @@ _SOURCES = (
         "staged_blocks.py",
         "strict.py",
         "strict_logits.py",
+        "traced_calls.py",
     ),
     "transformers_model.py",
     "vision_tower.py",

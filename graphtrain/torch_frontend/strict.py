@@ -21,8 +21,9 @@ from torch.fx.node import map_arg
 from graphtrain.errors import ImportedModelError
 from graphtrain.models.matmul import dot
 from graphtrain.torch_frontend import private_torch
-from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment, ignore_int64_warnings
+from graphtrain.torch_frontend.bridge import Tensor, TraceEnvironment
 from graphtrain.torch_frontend.joint import JointGraph
+from graphtrain.torch_frontend.traced_calls import ignore_int64_warnings
 from lowering.tracing.constrain import constrain
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

@@ -7,9 +7,10 @@ import transformers
 
 from graphtrain.config.schema import TorchModel
 from graphtrain.errors import ImportedModelError
-from graphtrain.torch_frontend.bridge import TraceEnvironment, call_module
+from graphtrain.torch_frontend.bridge import TraceEnvironment
 from graphtrain.torch_frontend.describe import describe
 from graphtrain.torch_frontend.expert_loops import replace_loops, restore_loops
+from graphtrain.torch_frontend.traced_calls import call_module
 
 CONFIGS = {
     "dbrx": transformers.DbrxConfig(
