@@ -24,7 +24,7 @@ import xxhash
 from graphtrain.checkpoints.host_tier import HostTier
 from graphtrain.checkpoints.manifest import is_intact
 from graphtrain.errors import TrainingError
-from lowering.xla import distributed
+from lowering.xla import distributed, joining
 
 _DIGEST = "X-Graphtrain-XXH3"  # of the content, which has that with which it was written
 _MISSING, _DAMAGED = 404, 410  # status of a file that is not on this host, or only damaged
@@ -60,7 +60,7 @@ class PeerServer:
 
 def _place(address: str) -> tuple[int, str]:
     """Return the family and the address to listen on, as rank 0 does for the run's own service."""
-    if found := distributed.bind_address(f"{address}:0"):
+    if found := joining.bind_address(f"{address}:0"):
         host = found.rpartition(":")[0].strip("[]")
         return (socket.AF_INET6 if ":" in host else socket.AF_INET), host
     # The host resolves its own name to a loopback address, at which no other host finds it.

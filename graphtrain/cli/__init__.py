@@ -151,7 +151,9 @@ def _exit(status: int) -> NoReturn:
     if _is_multi_process():
         sys.stdout.flush()
         sys.stderr.flush()
-        sys.modules["lowering.xla.distributed"].wait_for_failed_ranks(status)
+        from lowering.xla import lost_ranks
+
+        lost_ranks.wait_for_failed_ranks(status)
         os._exit(status)
     sys.exit(status)
 

@@ -23,7 +23,7 @@ from graphtrain.errors import MissingProgram, TrainingError
 from graphtrain.files import json_digest
 from graphtrain.run.programs import LoadedPrograms
 from lowering.errors import PeerLost, RankFailed
-from lowering.xla import distributed
+from lowering.xla import distributed, lost_ranks
 from sharding_rules.errors import UserError
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ def on_all_ranks(action: Callable[[], T]) -> T:
     try:
         result = action()
     except UserError as error:
-        if isinstance(error, PeerLost) and distributed.is_watched.is_set():
+        if isinstance(error, PeerLost) and lost_ranks.is_watched.is_set():
             raise
         failed = error
     error_texts = distributed.all_gather_text(

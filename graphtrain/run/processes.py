@@ -6,7 +6,7 @@ from graphtrain.config.schema import Watchdog
 from graphtrain.run.stalls import max_silence
 from lowering.machine import host
 from lowering.machine.target import Target
-from lowering.xla import distributed
+from lowering.xla import distributed, joining
 
 
 def join_run(
@@ -40,14 +40,14 @@ def join_run(
         PeerLost: another process is lost, or did not join in time.
         LoweringError: the target requires another number of processes, or they do not connect.
     """
-    member = distributed.membership(coordinator=coordinator, count=count, rank=rank)
+    member = joining.membership(coordinator=coordinator, count=count, rank=rank)
     if target.runs_on_cpu:
         host.retain_freed_memory()
-    distributed.check_process_count(target, member)
+    joining.check_process_count(target, member)
     if member is None or member.count == 1:
         prepare(1)
         return 1
-    return distributed.initialize(
+    return joining.initialize(
         member,
         target,
         join_timeout=limits.join_timeout,
@@ -65,7 +65,7 @@ def expected_rank(
     Raises:
         LoweringError: only some of the arguments of `join_run` are given, or they contradict.
     """
-    member = distributed.membership(coordinator=coordinator, count=count, rank=rank)
+    member = joining.membership(coordinator=coordinator, count=count, rank=rank)
     return 0 if member is None else member.rank
 
 
@@ -77,7 +77,7 @@ def expected_count(
     Raises:
         LoweringError: only some of the arguments of `join_run` are given, or they contradict.
     """
-    member = distributed.membership(coordinator=coordinator, count=count, rank=rank)
+    member = joining.membership(coordinator=coordinator, count=count, rank=rank)
     return 1 if member is None else member.count
 
 

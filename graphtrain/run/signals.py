@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from lowering.xla import distributed
+from lowering.xla.stop_agreement import StopAgreement
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -34,7 +35,7 @@ class DistributedStopRequest(StopRequest):
 
     def __init__(self) -> None:
         super().__init__()
-        self.agreement = distributed.StopAgreement()
+        self.agreement = StopAgreement()
 
     def should_stop(self) -> bool:
         if self.signal is None and self.agreement.is_reached():

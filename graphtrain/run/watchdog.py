@@ -32,7 +32,7 @@ from graphtrain.run.stalls import (
 from lowering.errors import PeerLost, RankEnded, RankFailed
 from lowering.machine import rank_processes, rank_threads
 from lowering.machine.rank_processes import HAS_ENDED
-from lowering.xla import distributed
+from lowering.xla import distributed, lost_ranks
 from lowering.xla.heartbeats import Heartbeats, content
 from sharding_rules.errors import UserError
 
@@ -78,13 +78,13 @@ class Watchdog:
         self._started_at = time.monotonic()
         self._publish()
         self._heartbeats.start()
-        distributed.is_watched.set()
+        lost_ranks.is_watched.set()
         threading.Thread(target=self._observe, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
         """Stop to observe; the other ranks no longer expect heartbeats of this one."""
         self._closed.set()
-        distributed.is_watched.clear()
+        lost_ranks.is_watched.clear()
         self._heartbeats.stop()
 
     @contextmanager
@@ -181,7 +181,7 @@ class Watchdog:
             self._end(**verdict)
         if any(now - since > silence for _, since in self._stopped_ranks.values()):
             self._end(self._blame(silence), STATUS)
-        if distributed.connection_lost.is_set():
+        if lost_ranks.connection_lost.is_set():
             self._wait_for_silence()
             self._end(self._blame(_EXCHANGES * self._heartbeats.interval), STATUS)
         ranks, stopwatch = self._ranks(), self._stopwatch

@@ -25,7 +25,7 @@ from pathlib import Path
 from lowering.errors import LoweringError
 from lowering.machine import rank_processes
 from lowering.machine.rank_processes import HAS_ENDED
-from lowering.xla import distributed
+from lowering.xla import distributed, lost_ranks
 
 START_TIMEOUT = 180  # seconds for all ranks to start
 
@@ -129,7 +129,7 @@ class RankProcesses:
     def _start(
         self, name: int | str, device: str, variables: Mapping[str, str], files: tuple[int, ...]
     ) -> None:
-        is_watched = distributed.is_watched.is_set()
+        is_watched = lost_ranks.is_watched.is_set()
         environment = {
             "GLOG_v": "3",  # MindSpore logs errors, but no warnings
             **({"MS_CPU_COMM_OP_TIMEOUT": str(_COLLECTIVE_TIMEOUT)} if is_watched else {}),

@@ -21,7 +21,7 @@ from typing import Any
 from lowering.ascend.launch import START_TIMEOUT, Cluster, RankProcesses
 from lowering.errors import LoweringError, PeerLost, RankEnded, RankFailed
 from lowering.machine.rendezvous import names
-from lowering.xla import distributed
+from lowering.xla import lost_ranks
 
 _POLL_SECONDS = (
     1.0  # seconds between checks for ranks that died; child processes may keep connections open
@@ -164,7 +164,7 @@ class Ranks:
         try:
             yield
         except LoweringError as error:
-            if not (isinstance(error, PeerLost) and distributed.is_watched.is_set()):
+            if not (isinstance(error, PeerLost) and lost_ranks.is_watched.is_set()):
                 self._launched.kill()
             raise
 

@@ -29,6 +29,7 @@ from lowering.tracing.current_target import trace_for_target
 from lowering.trees import Tree, flatten, unflatten
 from lowering.xla import distributed, private
 from lowering.xla.compiler_log import capture_compiler_log
+from lowering.xla.fake_peers import fake_peer_processes
 from sharding_rules.mesh import MeshShape
 from sharding_rules.plan import Plan, make_plan
 from sharding_rules.rules import Rules
@@ -68,7 +69,7 @@ def compile_devices(target: Target) -> list[Device]:
     """
     if target.platform in _REQUIRES_DEVICES:
         if target.platform == "cpu" and target.processes != distributed.count():
-            distributed.fake_peer_processes(target)
+            fake_peer_processes(target)
         return devices(target)
     _configure_platform("cpu", 1)
     return list(aot_devices.devices(target))

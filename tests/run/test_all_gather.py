@@ -10,7 +10,7 @@ RANKS, EXCHANGES = 4, 3
 RANK = """
 import json, sys
 from lowering.machine.target import Target
-from lowering.xla import distributed, private
+from lowering.xla import distributed, joining, private
 
 class Counted:
     def __init__(self, client):
@@ -20,8 +20,8 @@ class Counted:
         return getattr(self.client, name)
 
 address, count, rank, exchanges = sys.argv[1], *map(int, sys.argv[2:])
-member = distributed.Membership(rank, count, address)
-distributed.initialize(member, Target.parse("cpu:4x1"), join_timeout=60)
+member = joining.Membership(rank, count, address)
+joining.initialize(member, Target.parse("cpu:4x1"), join_timeout=60)
 state = private.distributed_state()
 client = state.client
 counted = state.client = Counted(client)

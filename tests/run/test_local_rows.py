@@ -15,13 +15,13 @@ from graphtrain.data.batches.evaluation_batches import evaluation_batches
 from graphtrain.data.batches.loader import Loader
 from graphtrain.run.batch_placement import BatchPlacement, index_share
 from lowering.machine.target import Target
-from lowering.xla import backend, distributed
+from lowering.xla import backend, joining
 from sharding_rules.mesh import MeshShape
 
 data, address, rank, target, mesh, split, shape = map(json.loads, sys.argv[1:])
 target = Target.parse(target)
-member = distributed.Membership(rank, target.processes, address)
-distributed.initialize(member, target, join_timeout=60)
+member = joining.Membership(rank, target.processes, address)
+joining.initialize(member, target, join_timeout=60)
 import jax
 mesh = backend.make_mesh(MeshShape(mesh), backend.devices(target))
 split = jax.sharding.PartitionSpec(*(tuple(axes) or None for axes in split))

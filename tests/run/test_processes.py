@@ -414,11 +414,11 @@ LAST_SECOND = """
 import os, signal, sys, time
 from graphtrain import cli
 from lowering.machine.target import Target
-from lowering.xla import distributed
+from lowering.xla import distributed, joining
 
 rank, address = int(sys.argv[1]), sys.argv[2]
-member = distributed.Membership(rank, 2, address)
-distributed.initialize(member, Target.parse("cpu:2x1"), join_timeout=60)
+member = joining.Membership(rank, 2, address)
+joining.initialize(member, Target.parse("cpu:2x1"), join_timeout=60)
 distributed.all_gather_text("done")
 cli._status_at_exit.append(0)
 if rank == 0:

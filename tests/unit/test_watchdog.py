@@ -16,7 +16,7 @@ from graphtrain.run.stalls import COMPUTING, DATA, Progress
 from lowering.errors import PeerLost, RankEnded, RankFailed
 from lowering.machine import rank_threads
 from lowering.machine.target import Target
-from lowering.xla import distributed
+from lowering.xla import distributed, lost_ranks
 from lowering.xla.heartbeats import Heartbeat, Heartbeats
 
 
@@ -84,9 +84,9 @@ def test_the_loss_of_a_rank_does_not_wait_for_ranks_that_wait_for_it(
     def lose() -> None:
         raise PeerLost("rank 3 has ended")
 
-    monkeypatch.setattr(distributed, "is_watched", threading.Event())
+    monkeypatch.setattr(lost_ranks, "is_watched", threading.Event())
     monkeypatch.setattr(distributed, "all_gather_text", lambda word: pytest.fail("waits"))
-    distributed.is_watched.set()
+    lost_ranks.is_watched.set()
     with pytest.raises(PeerLost, match="rank 3 has ended"):
         agreement.on_all_ranks(lose)
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from lowering.xla.distributed import bind_address
+from lowering.xla.joining import bind_address
 
 
 def resolving_to(monkeypatch: pytest.MonkeyPatch, address: str) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lowering.errors import LoweringError
-from lowering.xla.distributed import Membership, membership
+from lowering.xla.joining import Membership, membership
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}

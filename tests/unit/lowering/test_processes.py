@@ -10,8 +10,8 @@ import pytest
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from lowering.xla import backend as xla
-from lowering.xla import distributed
-from lowering.xla.distributed import Membership, membership
+from lowering.xla import distributed, lost_ranks
+from lowering.xla.joining import Membership, membership
 
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
 SLICE = {"TPU_WORKER_HOSTNAMES": "t0.svc, t1.svc", "TPU_WORKER_ID": "1"}
@@ -50,16 +50,16 @@ def test_a_host_of_a_slice_that_knows_no_other_is_refused(monkeypatch):
 def test_an_error_of_this_process_keeps_its_status_when_the_others_end_first(monkeypatch):
     """A service that is lost while a rank reports its own error does not make it a lost peer."""
     ended = []
-    monkeypatch.setattr(distributed, "_own_status", [])
-    monkeypatch.setattr(distributed, "_WATCHDOG_START", 0)
-    monkeypatch.setattr(distributed, "is_watched", threading.Event())
+    monkeypatch.setattr(lost_ranks, "_own_status", [])
+    monkeypatch.setattr(lost_ranks, "_WATCHDOG_START", 0)
+    monkeypatch.setattr(lost_ranks, "is_watched", threading.Event())
     monkeypatch.setattr(distributed, "rank", lambda: 1)
     monkeypatch.setattr(distributed, "count", lambda: 2)
-    monkeypatch.setattr(distributed, "_state", lambda: SimpleNamespace(client=LostService()))
+    monkeypatch.setattr(distributed, "service_state", lambda: SimpleNamespace(client=LostService()))
     monkeypatch.setattr(os, "_exit", end(ended))
-    distributed.wait_for_failed_ranks(3)
+    lost_ranks.wait_for_failed_ranks(3)
     with pytest.raises(SystemExit):
-        distributed._end_without_peers()
+        lost_ranks.end_without_peers()
     assert ended == [3]
 
 
