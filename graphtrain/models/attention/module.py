@@ -84,10 +84,12 @@ class Attention(nnx.Module):
         if self.model.positions == "rope":
             position_ids = positions(x.shape[1])
             rope_frequencies, factor = frequencies(self.model, context_length() or x.shape[1], full)
-            query, key = (
-                rotate(query, position_ids, rope_frequencies, factor),
-                rotate(key, position_ids, rope_frequencies, factor),
-            )
+            turn = partial(rotate, factor=factor)
+            if (
+                norm is not None
+            ):  # as the norm: sines and cosines would wait beside the MLP's arrays
+                turn = jax.checkpoint(turn)
+            query, key = (turn(x, position_ids, rope_frequencies) for x in (query, key))
             query = record("attention/rotated_query", query, "batch", "seq", "heads", "head_dim")
             key = record("attention/rotated_key", key, "batch", "seq", "kv_heads", "head_dim")
         model = self.model
