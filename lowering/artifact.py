@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 # Increment when the contents of records or payloads change. Older entries are then recompiled.
-RECORD_VERSION = 7
+RECORD_VERSION = 8
 
 # str, int, finite float, bool, None, and lists and mappings of these. A recursive type would need
 # a cast at every use.

@@ -8,7 +8,7 @@ Source: Huang et al. 2019, "GPipe", https://arxiv.org/abs/1811.06965; Narayanan 
 2.2, https://arxiv.org/abs/2104.04473 (1F1B, and interleaved stages).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -180,16 +180,6 @@ def weight_copies(rules: Rules, mesh: MeshShape, schedule: Schedule, seq_len: in
     return WeightCopies(batch, ring if replicates and is_shared else ())
 
 
-class TickWork(NamedTuple):
-    """Work of one stage at one tick."""
-
-    stage: int
-    tick: int
-    kind: Literal["forward", "backward"]
-    microbatch: int
-    virtual_stage: int
-
-
 class Phases(NamedTuple):
     """Lengths of the three phases of 1F1B, in passes of a stage in one direction."""
 
@@ -212,6 +202,35 @@ def one_f_one_b_phases(stages: int, rounds: int, microbatches: int) -> Phases:
     """
     alone = stages * rounds - 1
     return Phases(alone, microbatches * rounds - alone + stages - 1, alone)
+
+
+class CoolDownSums(NamedTuple):
+    """Layer rows of a stage whose gradients the last ticks of 1F1B sum over copies of the weights.
+
+    They are the last ones of all rounds, and are summed in descending order. The others are summed
+    after the last tick.
+    """
+
+    rows_per_tick: int
+    ticks: int  # the last ones of a step
+
+    @property
+    def rows(self) -> int:
+        return self.rows_per_tick * self.ticks
+
+
+def cool_down_sums(stages: int, rounds: int, rows_per_chunk: int) -> CoolDownSums:
+    """Return which gradients interleaved 1F1B sums beside its last backward passes.
+
+    The gradients of round r are complete on all stages `stages * r` ticks before the end. So the
+    ticks can sum those of all rounds but the first, each as few rows as suffice. With one round
+    there are none: the first stage ends its last backward pass in the last tick.
+
+    Source: Li et al. 2023, "Fold3D", IEEE Transactions on Parallel and Distributed Systems 34(5),
+    https://doi.org/10.1109/TPDS.2023.3247883
+    """
+    rows_per_tick = -(-rows_per_chunk // stages)
+    return CoolDownSums(rows_per_tick, (rounds - 1) * rows_per_chunk // rows_per_tick)
 
 
 def stored_stage_inputs(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> int:
@@ -259,48 +278,3 @@ def bubble_fraction(stages: int, rounds: int, microbatches: int) -> float:
     Of the time without a bubble this is (stages - 1) / (rounds * microbatches).
     """
     return 2 * (stages - 1) / tick_count(stages, rounds, microbatches)
-
-
-def timeline(schedule: Schedule, stages: int, rounds: int, microbatches: int) -> list[TickWork]:
-    """Return the work of every stage at every tick of a training step, in order of ticks.
-
-    In the circular schedule and in GPipe, the backward passes are the forward passes in reverse
-    order. In 1F1B they begin as early as they can.
-
-    Args:
-        schedule: Name of the schedule, as in [program.pipeline].
-        stages: Number of stages, which is the size of the mesh axis.
-        rounds: Number of chunks of each stage.
-        microbatches: Number of microbatches in a step, a multiple of stages.
-    """
-    if schedule == "1f1b":
-        ticks = list(_one_f_one_b(stages, rounds, microbatches))
-    else:
-        forward = list(_forward(stages, rounds, microbatches))
-        last = tick_count(stages, rounds, microbatches) - 1
-        ticks = forward + [
-            tick_work._replace(tick=last - tick_work.tick, kind="backward") for tick_work in forward
-        ]
-    return sorted(ticks, key=lambda tick_work: (tick_work.tick, tick_work.stage))
-
-
-def _forward(stages: int, rounds: int, microbatches: int) -> Iterator[TickWork]:
-    for stage in range(stages):
-        for slot in range(rounds * microbatches):
-            microbatch, turn = pass_of(slot, stages, rounds)
-            yield TickWork(stage, slot + stage, "forward", microbatch, turn)
-
-
-def _one_f_one_b(stages: int, rounds: int, microbatches: int) -> Iterator[TickWork]:
-    alone, both, _ = one_f_one_b_phases(stages, rounds, microbatches)
-    for work in _forward(stages, rounds, microbatches):
-        late = max(0, work.tick - alone)  # passes in the phase of both
-        yield work._replace(tick=work.tick + late)
-        # The backward passes of a stage are its forward passes with stages and rounds mirrored.
-        yield TickWork(
-            stages - 1 - work.stage,
-            alone + work.tick + min(work.tick + 1, both),
-            "backward",
-            work.microbatch,
-            rounds - 1 - work.virtual_stage,
-        )

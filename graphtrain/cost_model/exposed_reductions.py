@@ -66,13 +66,14 @@ def _as_head(weight: ShardedWeight) -> ShardedWeight:
 
 
 def _reductions(program: ResolvedProgram, weights: Iterable[ShardedWeight]) -> list[Collective]:
-    """Return the collectives that reduce the gradients of weights to their shards."""
+    """Return the collectives that reduce the gradients of weights in each backward pass."""
     return [
         one
         for weight in weights
         if not weight.frozen
         for one in gradient_collectives(program, weight)
         if one.devices > 1 and one.bytes and one.count
+        if not one.exposed and not one.beside_tick  # once a step, of a pipeline
     ]
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.cost_model.cool_down import overlaps_sums, sums_beside_ticks
 from graphtrain.cost_model.passes import Passes
 from graphtrain.cost_model.predicted_collective import (
     activation_dtype,
@@ -59,7 +60,7 @@ def _gradient_in_pipeline(
     """Yield the sums of a gradient in a pipeline.
 
     Each pass sums it over axes that store shards or positions. Over axes that replicate weights,
-    and over the stages, the complete gradient is summed after the last tick.
+    and over the stages, the complete gradient is summed after the last tick or beside the last.
     """
     passes, mesh = Passes.of(program), program.mesh
     size = 4 * weight.used_of_a_layer(mesh)
@@ -74,10 +75,31 @@ def _gradient_in_pipeline(
     now = tuple(axis for axis in tokens if axis not in copies)
     times = passes.layers if weight.in_layers else passes.heads
     yield from _gradient_of_product(program, weight, now, times, summed_later=copies)
-    axes = copies if weight.in_layers else (*copies, "stage")  # an explicit collective
-    total = layers_per_device(program, weight) * size / mesh.size(_scattered(weight, now))
-    summed = collective("all-reduce", axes, 1, total, mesh=mesh, dtype="f32")
-    yield replace(summed, after_ticks=True)
+    size /= mesh.size(_scattered(weight, now))
+    yield from _totals_over_copies(program, weight, copies, size)
+
+
+def _totals_over_copies(
+    program: ResolvedProgram, weight: ShardedWeight, copies: Axes, size: float
+) -> Iterator[Collective]:
+    """Yield the sums of a complete gradient of a pipeline, which are explicit collectives.
+
+    Args:
+        program: the program.
+        weight: A weight of the stages, or of what follows them.
+        copies: Mesh axes along which devices have the same weights.
+        size: Bytes of the gradient of a layer.
+    """
+    summed = partial(collective, "all-reduce", mesh=program.mesh, dtype="f32")
+    if not weight.in_layers:
+        yield replace(summed((*copies, "stage"), 1, size), exposed=True)
+        return
+    beside = sums_beside_ticks(program)
+    for_tick = summed(copies, beside.ticks, beside.rows_per_tick * size)
+    is_hidden = overlaps_sums(program)
+    yield replace(for_tick, beside_tick=is_hidden, exposed=not is_hidden)
+    remaining = layers_per_device(program, weight) - beside.rows
+    yield replace(summed(copies, 1, remaining * size), exposed=True)
 
 
 def _scattered(weight: ShardedWeight, tokens: Axes) -> Axes:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Memory, StepTime
 from graphtrain.cost_model.compute import expected_excess, flops_by_part
+from graphtrain.cost_model.cool_down import seconds_beyond_ticks
 from graphtrain.cost_model.elementwise import elementwise_bytes
 from graphtrain.cost_model.exposed_reductions import exposed_reductions
 from graphtrain.cost_model.host_transfers import exposed_seconds
@@ -66,9 +67,11 @@ def step_time(
     collectives = tuple(collectives)
     seconds_of = partial(communication_seconds, mesh=mesh, target=target)
     communication = seconds_of(collectives)
-    beside_compute = seconds_of(one for one in collectives if not one.after_ticks)
+    beside_compute = seconds_of(one for one in collectives if not one.exposed)
     waiting = {} if parts is None else exposed_reductions(program, parts, seconds_of, weights)
     hideable = hideable_seconds(beside_compute, achieved) - hideable_seconds(waiting, achieved)
+    if parts is not None:
+        hideable -= seconds_beyond_ticks(program, collectives, parts, seconds_of)
     hideable = max(0.0, hideable)
     exposed = sum(seconds or 0.0 for seconds in communication.values()) - hideable
     # Collectives are counted in the bubble's ticks too. Without a known compute time, their share

@@ -10,6 +10,7 @@ from typing import Literal
 from graphtrain.models.matrices import MUON_SCOPE, SOAP_SCOPE, is_hidden_matrix
 from graphtrain.planning.scopes import Scope, scopes
 from lowering.hlo.collectives import Collective
+from lowering.tracing.gradient_scopes import AFTER_TICKS, BESIDE_TICK
 from sharding_rules.plan import Plan
 from sharding_rules.rules import Rules
 
@@ -77,6 +78,10 @@ class ParameterIndex:
         shapes = [shape for shape in collective.sizes if math.prod(shape) > 1]
         if not shapes:
             return MovedArrays("scalars", (), name_scopes)
+        if any(f"/{scope}/" in collective.scope for scope in (BESIDE_TICK, AFTER_TICKS)):
+            # Some rows of a stage: their number is of no parameter.
+            of_rows = [self._by_shape.get(_key(shape[1:])) for shape in shapes]
+            return MovedArrays("gradients", self._named(name_scopes, of_rows), name_scopes)
         matching_paths = [self._by_shape.get(_key(shape)) for shape in shapes]
         matches = sum(map(bool, matching_paths))
         mostly_unmatched = 2 * matches <= len(shapes)  # some of several may be stacked by stage
@@ -131,7 +136,7 @@ class ParameterIndex:
             possible = {
                 size // shard_count for shard_count in shard_counts if size % shard_count == 0
             }
-            sizes.append(possible | ({1} if axis == "layers" else set()))
+            sizes.append(possible | ({1} if axis in ("layers", "virtual_stages") else set()))
         return {_key(shape) for shape in itertools.product(*sizes)}
 
 

@@ -23,7 +23,8 @@ from graphtrain.planning.answer import Answer
 from graphtrain.planning.json_output import answer_as_json
 from graphtrain.planning.text import fit_summary
 from lowering.machine.extras import missing_extra, optional_import
-from sharding_rules.pipeline import bubble_fraction, timeline
+from sharding_rules.pipeline import bubble_fraction
+from sharding_rules.timeline import timeline
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_RECTANGLES = 20_000  # rectangles of a pipeline schedule that a browser draws quickly

@@ -10,6 +10,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.models.updated_weights import UPDATE_SCOPE
 from graphtrain.planning.moved import MovedArrays, ParameterIndex
 from lowering.hlo.collectives import Collective
+from lowering.tracing.gradient_scopes import BESIDE_TICK
 from sharding_rules.rules import Rules, matches
 
 # Array axes of tokens: a sum over one of them is a sum over tokens.
@@ -76,8 +77,8 @@ class Reasons:
 
     def in_microbatches(self, collective: Collective) -> bool:
         """Return whether the collective is executed once per microbatch, not once per step."""
-        if f"/{UPDATE_SCOPE}/" in collective.scope:
-            return False  # its loop is over layers
+        if any(f"/{scope}/" in collective.scope for scope in (UPDATE_SCOPE, BESIDE_TICK)):
+            return False  # its loop is over layers, or over ticks
         microbatches = self.program.batch.microbatches
         around = collective.scope.partition("jvp(")[0]  # without the loop over layers, inside jvp
         return collective.loops[:1] == (microbatches,) and "while/body" in around

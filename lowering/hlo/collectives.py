@@ -13,12 +13,14 @@ from lowering.hlo import fused_collectives
 from lowering.hlo.conditionals import branches, fraction_taken
 from lowering.hlo.flops import instruction_flops
 from lowering.hlo.instruction_facts import dimension_of, kernel_of, sent_shapes
+from lowering.hlo.pipeline_sums import has_compute_beside, mark_exposed
 from lowering.hlo.provenance import Provenance
 from lowering.hlo.quantized_products import quantized_product
 from lowering.hlo.replica_groups import mesh_axes_of_groups, parse_groups
 from lowering.hlo.slice_transfers import operation_across_slices
 from lowering.hlo.text import Computation, HloModule, Instruction, arrays, nbytes, parse
 from lowering.hlo.trip_counts import trip_count
+from lowering.tracing.gradient_scopes import BESIDE_TICK
 from sharding_rules.mesh import MeshShape
 
 COLLECTIVE_OPS = (
@@ -30,7 +32,6 @@ COLLECTIVE_OPS = (
     "collective-permute",
     "collective-broadcast",
 )
-_SUMS = ("all-reduce", "reduce-scatter")
 # Attribute that names the computation an instruction runs. Reducers and comparators are left out:
 # they contain no collectives.
 CALLED_BY = {"fusion": "calls", "call": "to_apply", "async": "calls"}
@@ -56,7 +57,8 @@ class Collective:
     dimension: int | None = None  # dimension of the operand that is gathered or scattered
     decomposed_from: str = ""  # all-gather or reduce-scatter of which this permute is one step
     network: str = ""  # "dcn": the part across TPU slices; other groups are inside of a slice
-    after_ticks: bool = False  # sum after the last tick of a pipeline, with no compute beside it
+    exposed: bool = False  # sum of a pipeline's gradients with no compute beside it
+    beside_tick: bool = False  # sum of such gradients that the compiler overlaps with a tick
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -141,7 +143,8 @@ def read(text: str, mesh: MeshShape, slices: int = 1) -> ProgramFacts:
     module = parse(text)
     reading = _in_whole_numbers(ProgramReader(module, mesh, slices).read_computation(module.entry))
     if mesh.axes.get("stage", 1) > 1:
-        reading = _mark_sums_after_ticks(reading)
+        marked = mark_exposed(reading.collectives)
+        reading = dataclasses.replace(reading, collectives=marked)
     firsts: dict[tuple[str, ...], Collective] = {}
     if _SCHEDULED in text.partition("\n")[0]:
         for each in reading.collectives:  # in the order of the text, which is that of the schedule
@@ -151,20 +154,6 @@ def read(text: str, mesh: MeshShape, slices: int = 1) -> ProgramFacts:
         collectives=merged(_mark_decomposed(reading.collectives)),
         first_collectives=tuple(firsts.values()),
     )
-
-
-def _mark_sums_after_ticks(reading: ProgramFacts) -> ProgramFacts:
-    """Set `after_ticks` on the sums of a pipeline's program that stand outside of its loops.
-
-    Sums of tensor parallelism do so in ticks that the compiler unrolled.
-    """
-    marked = (
-        dataclasses.replace(
-            each, after_ticks=each.op in _SUMS and not each.loops and "tensor" not in each.axes
-        )
-        for each in reading.collectives
-    )
-    return dataclasses.replace(reading, collectives=tuple(marked))
 
 
 def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
@@ -301,6 +290,12 @@ class ProgramReader:
             arrays=self.origins.arrays(computation, instruction, through_loops=is_permute),
             shapes=tuple(shape.partition("{")[0] for shape in moved),
             dimension=dimension_of(instruction),
+            beside_tick=BESIDE_TICK in scope
+            and has_compute_beside(
+                computation,
+                instruction,
+                lambda each: self.read_instruction(computation, each).flops,
+            ),
             decomposed_from=fused_collectives.collective_matmul_op(computation)
             if is_permute
             else "",

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
-from lowering.pipeline.one_f_one_b_device import DeviceWork, device_gradients
+from lowering.pipeline.one_f_one_b_device import DeviceWork
+from lowering.pipeline.one_f_one_b_loops import device_gradients
 from lowering.pipeline.recorded import (
     RecordedParts,
     TickOrder,
@@ -26,11 +26,10 @@ from lowering.pipeline.schedule import (
     PipelineLoss,
     loop_parameters,
     map_stages,
-    mesh_axes_size,
     scalars_as_arrays,
 )
 from lowering.tracing.constrain import manual_axes
-from lowering.tracing.recording import Recorded, zero_slots
+from lowering.tracing.recording import Recorded
 from lowering.trees import Tree
 from sharding_rules.errors import ShardingError
 
@@ -74,18 +73,15 @@ def recorded_one_f_one_b(
     assert pipeline.beside is None, "`last` has some positions of these arrays"
     axes = pipeline.axes("1f1b", microbatches)
     ring, copies, manual = axes.ring, axes.copies, axes.all
-    summed = {"stages": copies.all, "last": manual}
     count = len(jax.tree.leaves(microbatches)[0])
     order = TickOrder(ring, count, pipeline.virtual_stages)
 
     def device(parameters: Tree, queue: jax.Array, shards: Tree, of_all: Tree) -> Any:
         shards = jax.tree.map(lambda shard: shard[..., 0], shards)
         with manual_axes(manual):
-            devices = mesh_axes_size(copies.all)
-            work = DeviceWork(pipeline, order, devices, parameters, shards, of_all)
+            work = DeviceWork(pipeline, order, copies.all, parameters, shards, of_all)
             value, gradients, queue, recorded = device_gradients(work, queue)
-        totals = {group: lax.psum(gradients[group], axes) for group, axes in summed.items()}
-        return scalars_as_arrays(value), totals, queue, recorded
+        return scalars_as_arrays(value), gradients, queue, recorded
 
     parameter_specs = pipeline.parameter_specs(ring)
     queue_spec = PartitionSpec(ring.axis, *copies)
@@ -125,9 +121,6 @@ def recorded_one_f_one_b(
 
 def _slots_of_first(pipeline: Pipeline, weights: PartWeights, microbatches: Tree) -> Recorded:
     """Return zeros for the activations of `first` whose gradients are wanted."""
-    if pipeline.wanted is None:
-        return {}
     count, one = len(jax.tree.leaves(microbatches)[0]), jax.tree.map(lambda x: x[0], microbatches)
-    names = pipeline.wanted.gradients
-    zeros = zero_slots(names, pipeline.first, weights, one, jnp.int32(0))
+    zeros = pipeline.slots(pipeline.first, weights, one, jnp.int32(0))
     return {name: jnp.broadcast_to(x, (count, *x.shape)) for name, x in zeros.items()}

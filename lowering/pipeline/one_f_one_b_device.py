@@ -1,9 +1,4 @@
-"""Work of one device in 1F1B: loops of forward passes, of forward and backward, of backward passes.
-
-The stages exchange their results after every tick. If half of them ran a forward and the others a
-backward pass, each tick would take as long as the slower of the two. So all stages run the same
-kinds of passes in a tick: at first forward passes, then one of each kind, at last backward passes.
-"""
+"""Work of one device in 1F1B: the forward and backward passes of its chunks, and the exchanges."""
 
 from __future__ import annotations
 
@@ -12,17 +7,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lowering.pipeline.microbatch_queue import exchange_with_queue
-from lowering.pipeline.part_gradients import add_gradients, zero_gradients
+from lowering.pipeline.part_gradients import add_gradients
 from lowering.pipeline.recorded import TickOrder
 from lowering.pipeline.ring import Ring, read_slot, replace_slot, zero_unless
-from lowering.pipeline.schedule import PartWeights, Pipeline, PipelineLoss, StageResult
+from lowering.pipeline.schedule import PartWeights, Pipeline, StageResult, mesh_axes_size
+from lowering.pipeline.sharded_loss import sharded_loss
 from lowering.pipeline.stored_inputs import StoredInputs
 from lowering.tracing.control_flow import compute_in_turn
-from lowering.tracing.cpu_hints import on_cpu
-from lowering.tracing.recording import Recorded, call_recording, zero_slots
+from lowering.tracing.recording import Recorded, call_recording
 from lowering.trees import Tree
 from sharding_rules.pipeline import pass_of, slot_of
 
@@ -51,7 +45,7 @@ class DeviceWork:
 
     pipeline: Pipeline
     order: TickOrder
-    copies: int  # number of devices that hold the same weights
+    copies: tuple[str, ...]  # mesh axes along which devices hold the same weights
     # PartWeights of this stage, and all of `last`
     parameters: dict[str, PartWeights]
     shards: Tree  # positions for which this stage computes the loss, of all microbatches
@@ -92,7 +86,7 @@ class DeviceWork:
 
         def compute(sums: Tree) -> tuple[jax.Array, Tree, Any]:
             weights = self.parameters["last"]
-            score, sums, gradient, *recorded = _sharded_loss(
+            score, sums, gradient, *recorded = sharded_loss(
                 self.pipeline, self.ring, weights, sums, y, shard
             )
             return gradient, sums, (score, *recorded)
@@ -135,7 +129,7 @@ class DeviceWork:
             )
             return (y, terms), metrics
 
-        slots = _slots(self.pipeline, self._stage, rows, x, this)
+        slots = self.pipeline.slots(self._stage, rows, x, this)
         sums = carry.gradients
         (_, terms), back, _ = add_gradients(
             differentiated,
@@ -146,7 +140,8 @@ class DeviceWork:
             slots,
             is_real=this.is_real,
         )
-        weight = jax.tree.map(lambda term: jnp.full_like(term, 1 / self.copies), terms)
+        share = 1 / mesh_axes_size(self.copies)
+        weight = jax.tree.map(lambda term: jnp.full_like(term, share), terms)
         of_rows, of_x, recorded = back((gradient, weight))
         sums = {**sums, "stages": self._with_rows(sums["stages"], of_rows, this)}
         returned = (*carry.returned[1:], ring.send_back(of_x))
@@ -194,103 +189,5 @@ class DeviceWork:
         return jax.tree.map(lambda all, one: replace_slot(all, this.turn, one), stages, rows)
 
 
-def device_gradients(
-    work: DeviceWork, queue: jax.Array
-) -> tuple[PipelineLoss, Tree, jax.Array, Any]:
-    """Return this device's terms of the value and the gradients, and the gradient of its queue.
-
-    Also the named activations of stages and `last`, and the gradients with respect to them, of all
-    passes.
-
-    Args:
-        work: Passes of the device.
-        queue: Embedded inputs of the microbatches that are stored on this stage, (M / S, ...).
-    """
-    ring, phases, x = work.ring, work.order.phases, jnp.zeros_like(queue[0])
-    # With virtual stages, the queue moves one tick after a gradient has arrived.
-    returned = (x,) if work.rounds == 1 else (x, x)
-    zeros = {part: zero_gradients(weights.trained) for part, weights in work.parameters.items()}
-    carry = Carry(x, returned, queue, StoredInputs.empty(ring, work.rounds, x), zeros)
-
-    early_ticks, ticks, late_ticks = phases.ticks
-
-    def forward_only(carry: Carry, tick: jax.Array) -> tuple[Carry, Any]:
-        carry, _, reports = work.forward(tick, work.exchange(tick, early_ticks, carry))
-        return carry, reports
-
-    def both(carry: Carry, tick: jax.Array) -> tuple[Carry, Any]:
-        carry, y, reports = work.forward(tick, work.exchange(tick, ticks, carry))
-        sums = carry.gradients
-        of_loss, of_last, scored = work.score(tick, y, sums["last"])
-        if not on_cpu():
-            # XLA would compute and reduce the gradient of the LM head after the layers' backward
-            # pass, in which its operands, or the unsharded gradient, would wait.
-            of_loss, of_last = lax.optimization_barrier((of_loss, of_last))
-        carry = carry._replace(gradients={**sums, "last": of_last})
-        carry, recorded = work.backward(tick, carry, of_loss)
-        return carry, (reports, scored, recorded)
-
-    def backward_only(carry: Carry, tick: jax.Array) -> tuple[Carry, Any]:
-        return work.backward(tick, work.exchange(tick, late_ticks, carry))
-
-    carry, early = lax.scan(forward_only, carry, jnp.array(early_ticks))
-    carry, (reports, scored, back) = lax.scan(both, carry, jnp.array(ticks))
-    carry, late = lax.scan(backward_only, carry, jnp.array(late_ticks))
-    for tick in range(late_ticks.stop, late_ticks.stop + len(returned)):
-        carry = work.exchange(tick, range(tick, tick + 1), carry)
-        carry = carry._replace(returned=carry.returned[1:])
-    # Before a gradient was put into the queue, the column of its microbatch has moved that often.
-    moves = 2 * ring.size - 2 + len(returned)
-    queue_gradient = jnp.roll(carry.queue, -moves, axis=0)
-    of_stages, recorded = _joined(early, reports)
-    scores, recorded_last, back_last = scored
-    value = work.pipeline.total(scores, of_stages, work.copies)
-    both_ways = (recorded, recorded_last), (_joined(back, late), back_last)
-    return value, carry.gradients, queue_gradient, both_ways
-
-
-def _joined(earlier: Tree, later: Tree) -> Tree:
-    """Join what the ticks of two loops returned."""
-    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), earlier, later)
-
-
 def _nothing(name: str) -> bool:
     return False
-
-
-def _slots(pipeline: Pipeline, part: Any, *inputs: Any) -> Recorded:
-    """Return zeros for the activations of a part whose gradients are wanted."""
-    return {} if pipeline.wanted is None else zero_slots(pipeline.wanted.gradients, part, *inputs)
-
-
-def _sharded_loss(
-    pipeline: Pipeline,
-    ring: Ring,
-    weights: PartWeights,
-    sums: Tree,
-    y: jax.Array,
-    shard: Tree,
-) -> tuple[Any, Tree, jax.Array, Recorded, Recorded]:
-    """Compute the loss on the last stage's output; each stage computes its shard of the positions.
-
-    Returns:
-        This stage's terms of the loss, the sums with this stage's terms of the weight gradient, the
-        complete gradient of y, this stage's shard of the named activations, and the gradients with
-        respect to them.
-    """
-    batch, length, *rest = y.shape
-    y_shard = ring.spread(y.reshape(batch, length // ring.size, ring.size, *rest), 2)
-
-    def objective(trained: Tree, y_shard: jax.Array, slots: Recorded) -> tuple[jax.Array, Any]:
-        (score, reported), recorded = pipeline.recorded(
-            pipeline.last, slots, weights._replace(trained=trained), y_shard, shard
-        )
-        return score, (reported, recorded)
-
-    slots = _slots(pipeline, pipeline.last, weights, y_shard, shard)
-    score, back, (reported, recorded) = add_gradients(
-        objective, pipeline.in_place.get("last", {}), weights.trained, sums, y_shard, slots
-    )
-    sums, y_shard_gradient, back_last = back(jnp.ones_like(score))
-    gradient = ring.collect(y_shard_gradient, 2).reshape(y.shape)
-    return (score, reported), sums, gradient, recorded, back_last

@@ -42,7 +42,7 @@ from lowering.pipeline.part_gradients import InPlace
 from lowering.pipeline.recorded import Wanted
 from lowering.pipeline.ring import Ring, read_slot
 from lowering.tracing.constrain import mesh_axes_of, placement
-from lowering.tracing.recording import Recorded, call_recording
+from lowering.tracing.recording import Recorded, call_recording, zero_slots
 from lowering.trees import Tree
 from sharding_rules.pipeline import Schedule, WeightCopies, weight_copies
 
@@ -118,6 +118,10 @@ class Pipeline:
     ) -> tuple[Any, Recorded]:
         """Call a part of the pipeline; return its result and the activations that are wanted."""
         return call_recording(self.wanted and self.wanted.values, slots, part, *inputs)
+
+    def slots(self, part: Callable[..., Any], *inputs: Any) -> Recorded:
+        """Return zeros for the activations of a part whose gradients are wanted."""
+        return {} if self.wanted is None else zero_slots(self.wanted.gradients, part, *inputs)
 
     def divide(self, microbatches: Tree) -> tuple[Tree, Tree]:
         """Divide arrays of the microbatches: those that stages divide, and those that all read."""

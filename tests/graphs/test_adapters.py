@@ -188,6 +188,12 @@ STAGES = {
         Mesh(stage=2, fsdp=2),
         ("dense_layers/mlp_norm/*",),
     ),
+    "interleaved": (
+        DEEP,
+        PipelineSettings(schedule="1f1b", virtual_stages=2),
+        Mesh(data=2, stage=2),
+        ("layers/mlp_norm/*",),
+    ),
 }
 
 

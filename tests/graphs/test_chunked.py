@@ -16,7 +16,7 @@ from graphtrain.config.schema import Adapter, Batch, Loss, Mesh, PipelineSetting
 from graphtrain.models.chunk_size import parts_of_chunk
 from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
 from lowering.hlo.collectives import Collective
-from lowering.pipeline import one_f_one_b_device
+from lowering.pipeline import one_f_one_b_loops
 from lowering.tracing.summed_gradient import GradientStack, SummedGradient
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
@@ -61,7 +61,7 @@ def test_a_tied_and_sharded_head_of_two_losses_has_the_gradients_of_all_logits()
     ("schedule", "axis"), [("circular", "data"), ("1f1b", "data"), ("circular", "tensor")]
 )
 def test_a_pipeline_has_the_loss_and_gradients_of_all_logits(schedule, axis, monkeypatch):
-    monkeypatch.setattr(one_f_one_b_device, "on_cpu", lambda: False)  # with the barrier of GPUs
+    monkeypatch.setattr(one_f_one_b_loops, "on_cpu", lambda: False)  # with the barrier of GPUs
     stages = {
         "target": "cpu:4",
         "mesh": Mesh(**{axis: 2, "stage": 2}),

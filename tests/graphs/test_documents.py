@@ -82,7 +82,7 @@ MESHES = {
     "1f1b": ("gemma", Mesh(stage=4), {"pipeline": ONE_ONE}),
     "1f1b, ring": ("gemma", Mesh(stage=2, context=2), {"pipeline": ONE_ONE}),
     "1f1b, ulysses": ("llama", Mesh(stage=2, context=2), {"pipeline": ONE_ONE, "rules": ULYSSES}),
-    "interleaved": ("gpt2", Mesh(stage=2, fsdp=2), {"pipeline": INTERLEAVED}),
+    "interleaved": ("gpt2", Mesh(data=2, stage=2, fsdp=2), {"pipeline": INTERLEAVED}),
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from graphtrain.run.step_collectives import first_collective
 from lowering.hlo.collectives import Collective, ProgramFacts, read
+from lowering.tracing.gradient_scopes import BESIDE_TICK
 from sharding_rules.mesh import MeshShape
 
 MESH = MeshShape({"data": 2, "tensor": 4})
@@ -124,12 +125,28 @@ def test_sums_of_a_pipeline_outside_of_its_loops_come_after_the_ticks():
     outside = f"%once = f32[64]{{0}} all-reduce(%x), {TENSOR}, to_apply=%add\n  ROOT %loop"
     text = loop("compare(%i, %limit), direction=LT").replace("ROOT %loop", outside)
 
-    def after_ticks(mesh):
-        return {one.count: one.after_ticks for one in read(text, MeshShape(mesh)).collectives}
+    def exposed(mesh):
+        return {one.count: one.exposed for one in read(text, MeshShape(mesh)).collectives}
 
-    assert after_ticks({"stage": 2, "data": 4}) == {12: False, 1: True}
-    assert after_ticks({"fsdp": 2, "data": 4}) == {12: False, 1: False}
-    assert after_ticks({"stage": 2, "tensor": 4}) == {12: False, 1: False}
+    assert exposed({"stage": 2, "data": 4}) == {12: False, 1: True}
+    assert exposed({"fsdp": 2, "data": 4}) == {12: False, 1: False}
+    assert exposed({"stage": 2, "tensor": 4}) == {12: False, 1: False}
+
+
+def test_sums_beside_a_tick_of_a_pipeline_are_exposed_unless_products_are_between():
+    scope = f'metadata={{op_name="jit(step)/while/body/{BESIDE_TICK}/psum"}}'
+    ends = f"{TENSOR}, to_apply=%add, {scope}"
+    product = "%y = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
+    start = f"%start = f32[8,64]{{1,0}} all-reduce-start(%x), {ends}"
+    done = "ROOT %done = f32[8,64]{1,0} all-reduce-done(%start)"
+    waits = loop("compare(%i, %limit), direction=LT").replace(f"{TENSOR}, to_apply=%add", ends)
+    for text, overlaps in (
+        (entry(X, start, product, done), True),
+        (entry(X, product, start, done), False),
+        (waits, False),
+    ):
+        (found,) = read(text, MeshShape({"stage": 2, "data": 4})).collectives
+        assert (found.beside_tick, found.exposed) == (overlaps, not overlaps)
 
 
 def loop(condition, start="0", step="1"):

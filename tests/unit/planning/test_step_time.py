@@ -157,13 +157,54 @@ def test_sums_after_the_last_tick_of_a_pipeline_overlap_with_nothing(vary, sched
     batch = "program.batch={global_batch_size=32, seq_len=512, microbatches=4}"
     mesh, target = "program.mesh={data=4, stage=2}", "program.target=h100:8"
     assessed = estimate(vary([target, mesh, batch, f'program.pipeline={{schedule="{schedule}"}}']))
-    after = [one for one in assessed.collectives if one.after_ticks]
+    after = [one for one in assessed.collectives if one.exposed]
     assert {one.axes for one in after} == {("data",), ("data", "stage")}
     assert assessed.time.communication["data"] > 0
     assert assessed.time.overlapped == 0  # nothing is sent over data inside of the ticks
     apart = estimate(vary([target, "program.mesh={data=8}", batch]))
-    assert not any(one.after_ticks for one in apart.collectives)
+    assert not any(one.exposed for one in apart.collectives)
     assert apart.time.overlapped > 0
+
+
+@pytest.fixture
+def interleaved(vary):
+    """Return a function of the estimate of 8 layers in 2 stages, with sums of gradients by mark."""
+
+    def at(virtual_stages=4, seq_len=2048, **mesh):
+        sizes = {"data": 4, "stage": 2} | mesh
+        batch = f"{{global_batch_size=32, seq_len={seq_len}, microbatches=4}}"
+        pipeline = f'{{schedule="1f1b", virtual_stages={virtual_stages}}}'
+        settings = [f"program.batch={batch}", f"program.pipeline={pipeline}"]
+        settings += [f"program.mesh.{name}={size}" for name, size in sizes.items()]
+        settings += ["program.target=h100:8", "program.model.layers=8"]
+        assessed = estimate(vary(settings))
+        sums = [one for one in assessed.collectives if one.axes == ("data",)]
+        exposed, beside = (
+            sum(one.wire_bytes_per_step for one in sums if getattr(one, mark))
+            for mark in ("exposed", "beside_tick")
+        )
+        return assessed.time, exposed, beside
+
+    return at
+
+
+def test_interleaved_1f1b_sums_the_gradients_of_one_round_after_its_last_tick(interleaved):
+    time, whole, nothing = interleaved(1)
+    assert nothing == time.overlapped == 0
+    time, exposed, beside = interleaved()
+    assert exposed == pytest.approx(whole / 4, rel=1e-3)
+    assert beside == pytest.approx(3 / 4 * whole, rel=1e-3)
+    assert time.overlapped == pytest.approx(3 / 4 * time.communication["data"], rel=0.1)
+
+
+def test_sums_that_take_longer_than_their_ticks_are_hidden_by_these_alone(interleaved):
+    time, *_ = interleaved(seq_len=2)
+    assert 0 < time.overlapped < 0.1 * time.communication["data"]
+
+
+def test_sums_do_not_overlap_with_ticks_whose_layers_have_collectives(interleaved):
+    _, exposed, beside = interleaved(data=2, fsdp=2)
+    assert exposed > 0 == beside
 
 
 def test_a_machine_without_published_steps_has_what_another_reaches():

@@ -6,14 +6,15 @@ from sharding_rules.errors import ShardingError
 from sharding_rules.pipeline import (
     bubble_fraction,
     check_microbatches,
+    cool_down_sums,
     divide_layers,
     pass_of,
     rows_of_periods,
     slot_of,
     stored_stage_inputs,
     tick_count,
-    timeline,
 )
+from sharding_rules.timeline import timeline
 
 ONE_F_ONE_B = [("1f1b", 4, 1, 8), ("1f1b", 2, 1, 2), ("1f1b", 4, 2, 8), ("1f1b", 3, 3, 3)]
 SHAPES = [("gpipe", 4, 1, 8), ("circular", 4, 2, 8), ("circular", 2, 3, 4), *ONE_F_ONE_B]
@@ -152,3 +153,22 @@ def test_a_pass_of_a_stage_is_found_by_its_number(stages, rounds):
     found = [pass_of(number, stages, rounds) for number in numbers]
     assert [slot_of(*one, stages, rounds) for one in found] == numbers
     assert len(set(found)) == len(numbers)
+
+
+@pytest.mark.parametrize(
+    ("stages", "rounds", "rows"),
+    [(4, 2, 1), (4, 2, 4), (4, 2, 5), (2, 3, 3), (3, 3, 7), (2, 4, 1), (8, 3, 20), (4, 1, 3)],
+)
+def test_the_last_ticks_sum_gradients_that_are_complete_on_all_stages(stages, rounds, rows):
+    sums, end = cool_down_sums(stages, rounds, rows), tick_count(stages, rounds, 2 * stages)
+    completed = dict.fromkeys(range(rounds), 0)  # by round: its last tick on any stage
+    for one in timeline("1f1b", stages, rounds, 2 * stages):
+        completed[one.virtual_stage] = max(completed[one.virtual_stage], one.tick)
+    row = rounds * rows  # of all rounds, the first that is summed
+    for tick in range(end - sums.ticks, end):
+        row -= sums.rows_per_tick
+        assert completed[row // rows] < tick
+    assert (
+        0 <= row - rows < sums.rows_per_tick
+    )  # after the last tick, with those of the first round
+    assert sums.rows + row == rounds * rows

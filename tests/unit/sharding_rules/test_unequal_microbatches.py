@@ -4,7 +4,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from sharding_rules.pipeline import timeline
+from sharding_rules.timeline import timeline
 
 # Sequences of each microbatch in AscendSpeed's two examples, and their number of stages.
 # Source: _initialize_optimized_pipeline, https://github.com/Ascend/AscendSpeed
