@@ -95,7 +95,7 @@ class Prediction:
         compute = wide / achieved.products + self._narrow / achieved.narrow_products
         compute += self._scores / (achieved.products if self.kernel == "none" else reached)
         # Published pipelines are taken to sum gradients beside their last backward passes, as
-        # Megatron-LM does (--overlap-grad-reduce); graphtrain's own do so after them.
+        # Megatron-LM does (--overlap-grad-reduce); most of graphtrain's own do so after them.
         hideable = hideable_seconds(peak.communication, achieved)
         bubble = (peak.bubble or 0.0) * compute / self._compute
         time = replace(peak, compute=compute, bubble=bubble, overlapped=min(hideable, compute))

@@ -1,15 +1,24 @@
 """Gradients of a pipeline's stages that are summed over data beside the last backward passes."""
 
+from dataclasses import replace
+from importlib.util import find_spec
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from programs import LLAMA, lower, program
 from unoptimized import OPTIONS
 
+from graphtrain.config.resolve import resolve
+from graphtrain.config.schema import Batch, Mesh, PipelineSettings
+from graphtrain.cost_model.traffic import predict_collectives
+from lowering.hlo.collectives import Collective
 from lowering.pipeline.gradient_totals import GradientTotals, with_rows
 from lowering.pipeline.recorded import TickOrder
 from lowering.pipeline.ring import Ring
+from lowering.xla import backend as xla
 from lowering.xla.backend import make_mesh
 from sharding_rules.mesh import MeshShape
 
@@ -51,3 +60,23 @@ def test_each_row_is_summed_once(stages, rounds, rows, ticks):
     got = jax.jit(run, compiler_options=OPTIONS)(given)
     for name, factor in (("up", 1), ("down", 2)):
         np.testing.assert_allclose(got[name], factor * given.sum(0), rtol=1e-6)
+
+
+@pytest.mark.skipif(not find_spec("jax_plugins"), reason="no jax_plugins")
+def test_on_gpus_a_tick_computes_while_gradients_are_summed():
+    of = program(
+        target="h100:4",
+        mesh=Mesh(data=2, stage=2),
+        model=replace(LLAMA, layers=8),
+        batch=Batch(global_batch_size=16, seq_len=16, microbatches=4),
+        pipeline=PipelineSettings(schedule="1f1b", virtual_stages=2),
+    )
+    record = xla.compile(lower(of, "gradients")).record
+    compiled = [Collective.from_record(each) for each in record["collectives"]]
+    predicted = predict_collectives(resolve(of))
+    (beside,) = (one for one in compiled if one.beside_tick)
+    assert beside.loops == (2,)  # a row of two in each
+    sums = sum(one.wire_bytes_per_step for one in predicted if one.beside_tick)
+    assert beside.wire_bytes_per_step == sums > 0
+    after = sum(one.wire_bytes for one in compiled if one.exposed and one.axes == ("data",))
+    assert after == pytest.approx(sums, rel=0.01)  # and a few scalars
