@@ -1,4 +1,4 @@
-"""Time of the ticks of interleaved 1F1B that sum gradients beside a backward pass."""
+"""Sums of gradients beside the last ticks of interleaved 1F1B, and the time of these ticks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.passes import Passes
 from graphtrain.models.flops import Part
-from sharding_rules.pipeline import CoolDownSums, cool_down_sums, weight_copies
+from sharding_rules.pipeline import CoolDownSums, WeightCopies, cool_down_sums, weight_copies
 
 if TYPE_CHECKING:
     from lowering.hlo.collectives import Collective
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 def sums_beside_ticks(program: ResolvedProgram) -> CoolDownSums:
     """Return which gradients of a stage the last ticks of a pipeline sum; none without 1F1B."""
-    stages = program.stages
-    if stages is None or program.pipeline.schedule != "1f1b":
+    stages, copies = program.stages, _copies(program)
+    is_interleaved = program.pipeline.schedule == "1f1b" and program.pipeline.virtual_stages > 1
+    if stages is None or not is_interleaved or not copies.all or program.model.moe is not None:
         return CoolDownSums(0, 0)
     return cool_down_sums(stages.stages, stages.rounds, stages.rows_per_chunk)
 
@@ -28,11 +29,15 @@ def overlaps_sums(program: ResolvedProgram) -> bool:
     XLA for GPUs does (jax 0.10), unless the loop over a stage's layers has collectives: it has one
     of them in flight at a time. XLA for TPUs waits for a sum. What other compilers do is not known.
     """
-    copies = weight_copies(
-        program.rules, program.mesh, program.pipeline.schedule, program.batch.seq_len
-    )
-    others = (name for name in program.mesh.axes if name not in ("stage", *copies.batch))
+    batch = _copies(program).batch
+    others = (name for name in program.mesh.axes if name not in ("stage", *batch))
     return program.target.platform == "cuda" and program.mesh.size(tuple(others)) == 1
+
+
+def _copies(program: ResolvedProgram) -> WeightCopies:
+    """Return the mesh axes along which the weights of stages are replicated."""
+    schedule, seq_len = program.pipeline.schedule, program.batch.seq_len
+    return weight_copies(program.rules, program.mesh, schedule, seq_len)
 
 
 def seconds_beyond_ticks(

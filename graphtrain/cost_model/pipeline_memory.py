@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphtrain.config.resolve import ResolvedProgram
+from graphtrain.cost_model.cool_down import sums_beside_ticks
 from graphtrain.cost_model.head_memory import head_of, summed_head
 from graphtrain.cost_model.layer_memory import current_layer, partial_sums
 from graphtrain.cost_model.sizes import DeviceSizes
@@ -117,7 +118,17 @@ def _at_layer(
         + _zeros_before_loop(program, sizes, in_ticks)
         + (gathered if _has_fsdp(weights) else 0.0)
         + _transposed(program, weights)
+        + _summed_rows(program, weights)
     )
+
+
+def _summed_rows(program: ResolvedProgram, weights: Sequence[ShardedWeight]) -> float:
+    """Return the bytes of the gradients that a tick of interleaved 1F1B sums over data."""
+    sums, stages = sums_beside_ticks(program), program.stages
+    assert stages is not None
+    layers = (each for each in weights if each.in_layers and not each.frozen)
+    gradients = 4 * sum(each.elements("parameter", program.mesh) for each in layers)
+    return gradients * sums.rows_per_tick / (stages.rounds * stages.rows_per_chunk)
 
 
 def _hidden_values(program: ResolvedProgram, sizes: DeviceSizes) -> float:

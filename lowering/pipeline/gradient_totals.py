@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 import jax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from lowering.pipeline.recorded import TickOrder
+from lowering.tracing.constrain import placement
+from lowering.tracing.current_target import traced_target
 from lowering.tracing.gradient_scopes import AFTER_TICKS, BESIDE_TICK
 from lowering.trees import Tree
 from sharding_rules.pipeline import CoolDownSums, cool_down_sums
@@ -56,7 +59,7 @@ class GradientTotals:
             rows = jax.tree.map(
                 lambda array: lax.dynamic_slice_in_dim(_in_rows(array), first, count), gradients
             )
-            return lax.psum(rows, self.copies), first
+            return _sum(rows, self.copies), first
 
     def after_ticks(self, gradients: Tree) -> Tree:
         """Return the gradients with the totals of the rows that no tick has summed."""
@@ -68,6 +71,23 @@ class GradientTotals:
             count = self.rows - self.beside.rows
             rows = jax.tree.map(lambda array: _in_rows(array)[:count], gradients)
             return with_rows(gradients, lax.psum(rows, self.copies), 0)
+
+
+def _sum(rows: Tree, copies: tuple[str, ...]) -> Tree:
+    """Return the sums of arrays over mesh axes; on GPUs by one collective where that is possible.
+
+    XLA combines collectives up to 30 MB, and of several in a tick it would overlap one alone with
+    the loop over layers: it has one in flight at a time (jax 0.10). Arrays that an automatic mesh
+    axis shards cannot be joined without moving them.
+    """
+    target, current = traced_target(), placement()
+    if target is None or current is None or target.platform != "cuda":
+        return lax.psum(rows, copies)
+    automatic = (name for name in current.shape.axes if name not in current.manual)
+    if current.shape.size(tuple(automatic)) > 1:
+        return lax.psum(rows, copies)
+    joined, split = ravel_pytree(rows)
+    return split(lax.psum(joined, copies))
 
 
 def with_rows(gradients: Tree, rows: Tree, first: jax.Array | int) -> Tree:

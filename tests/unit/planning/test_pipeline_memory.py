@@ -160,3 +160,19 @@ def test_circular_schedules_have_both_gradients_of_a_tied_embedding_at_the_end()
     apart = replace(circular, model=replace(TIED.model, tie_word_embeddings=False))
     both = memory(resolve(circular)).gradients
     assert both == pytest.approx(memory(resolve(apart)).gradients, rel=0.01)
+
+
+def test_a_tick_of_interleaved_1f1b_holds_the_gradients_that_it_sums():
+    def temporaries(copies: int) -> int:
+        of = replace(
+            STAGES,
+            target=f"h100:{4 * copies}",
+            mesh=Mesh(data=copies, stage=4),
+            rules=("data", "pipeline"),
+            batch=Batch(global_batch_size=64 * copies, seq_len=1024, microbatches=8),
+            pipeline=PipelineSettings(schedule="1f1b", virtual_stages=2),
+        )
+        return memory(resolve(of)).temporaries
+
+    layer = 4 * MODEL.embed**2 + 3 * MODEL.embed * MODEL.mlp + 2 * MODEL.embed
+    assert temporaries(2) - temporaries(1) == 4 * layer  # one of two rows, in float32
