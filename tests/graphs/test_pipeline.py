@@ -63,12 +63,12 @@ CASES = {
     "1f1b, uneven": (PipelineSettings(schedule="1f1b", layers_per_stage=(5, 3)), CUBE, DEFAULT),
     "interleaved": (
         PipelineSettings(schedule="1f1b", virtual_stages=2),
-        Mesh(data=2, stage=2, fsdp=2),
+        Mesh(stage=4),
         DEFAULT,
     ),
     "interleaved, 4 rounds": (
         PipelineSettings(schedule="1f1b", virtual_stages=4),
-        Mesh(stage=2, data=2),
+        Mesh(data=2, stage=2, fsdp=2),
         DEFAULT,
     ),
     "interleaved, uneven": (
