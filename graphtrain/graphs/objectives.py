@@ -16,8 +16,9 @@ from graphtrain.graphs.token_loss import weighted_loss
 from graphtrain.models.ahead import TARGETS, WEIGHTS
 from graphtrain.models.attention.segment_mask import isolate_documents
 from graphtrain.models.batch_images import with_images
+from graphtrain.models.chunk_losses import LossHead
 from graphtrain.models.chunk_size import head_blocks, loss_chunk
-from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
+from graphtrain.models.chunked_loss import chunked_cross_entropy
 from graphtrain.models.layer_terms import LayerTerms
 from graphtrain.models.loss import dpo_loss
 from graphtrain.models.native import NativeModel
@@ -136,7 +137,8 @@ def losses_ahead(
     targets, counts = batch["targets"], batch["weights"]
     chunk, weight = loss_chunk(program), model.settings.mtp_loss_weight
     assert weight is not None
-    hidden, head, terms = model.head_inputs(weights, batch["tokens"], dropout_key=dropout_key)
+    unnormed, head, terms = model.head_inputs(weights, batch["tokens"], dropout_key=dropout_key)
+    hidden = unnormed.normed()
 
     def score(hidden: jax.Array, targets: jax.Array, counts: jax.Array) -> tuple[Any, Any]:
         if chunk is not None:

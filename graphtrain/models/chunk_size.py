@@ -28,16 +28,16 @@ from sharding_rules.arrays import ArraySpec
 from sharding_rules.plan import divisors, make_layout
 
 # A chunk reads and writes a float32 for each weight of the head. Chunks are long enough for this to
-# be at most 3 % of the step's time, where products reach 165 operations per byte of memory traffic
-# (an H100 at 0.56 of its peak; A100 106, v5e 216: lowering/machine/topologies.toml); or they have
-# 4,096 tokens per device, for which it is a twentieth of the time of the head's products.
+# be at most a twentieth of the time of the step's products, where these reach 165 operations per
+# byte of memory traffic (an H100 at 0.56 of its peak; A100 106, v5e 216:
+# lowering/machine/topologies.toml). With 4,096 tokens per device it is that of the head's products.
 # With a sharded vocabulary, maxima and sums are reduced too, of so few bytes that each reduction
 # takes its latency (5 us, as in cost_model.time), in which that H100 computes 2.8e9 operations.
 _BYTES_OF_WEIGHT = 8
 _OPERATIONS_OF_BYTE = 165
 _OPERATIONS_OF_REDUCTION = 2.8e9
 _REDUCTIONS = 2
-_MAX_OVERHEAD = 0.03
+_MAX_OVERHEAD = 1 / 20
 _TOKENS = 4096
 _FEWEST_TOKENS = 1024  # fewer rows make the products with all weights of the head inefficient
 # Fractions of a device's memory. Savings below the first are not worth a loop. Chunks are shorter

@@ -40,11 +40,12 @@ from graphtrain.models.matmul import dot
 from graphtrain.models.norms import Norm
 from graphtrain.models.quantized_matmul import parameter_dot
 from graphtrain.models.shapes import STACKS
+from graphtrain.models.unnormed import Unnormed
 from graphtrain.models.vocab_padding import mask_padding
 from lowering.tracing.constrain import constrain, in_shard_map
 from lowering.tracing.cpu_hints import materialize
 from lowering.tracing.deferred_gradient import attach_reductions
-from lowering.tracing.recording import record
+from lowering.tracing.recording import is_recording, record
 from sharding_rules.arrays import ArraySpec
 
 if TYPE_CHECKING:
@@ -191,10 +192,16 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, LayerTerms]:
         """Return normed hidden states (batch, seq, embed) and the layers' terms."""
+        x, terms = self.after_layers(tokens, dropout_key)
+        return record("final_norm", self.final_norm(x), *RESIDUAL_AXES), terms
+
+    def after_layers(
+        self, tokens: jax.Array, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, LayerTerms]:
+        """Return the residual stream (batch, seq, embed) that leaves `layers`, and their terms."""
         embedding_key, layers_key = split_key(dropout_key)
         x = self.before_layers(tokens, embedding_key)
-        x, terms = apply_layers(self.model, self.layers, x, layers_key)
-        return record("final_norm", self.final_norm(x), *RESIDUAL_AXES), terms
+        return apply_layers(self.model, self.layers, x, layers_key)
 
     def embed(self, tokens: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
         """Return embedded tokens (batch, seq, embed) after dropout."""
@@ -279,19 +286,21 @@ def head_inputs(
     tokens: Int[Array, "batch seq"],
     *,
     dropout_key: jax.Array | None = None,
-) -> tuple[Float[Array, "batch seq embed"], jax.Array, LayerTerms]:
-    """Return the LM head's input, the head's weights, and the layers' terms.
+) -> tuple[Unnormed, jax.Array, LayerTerms]:
+    """Return the LM head's input before its norm, the head's weights, and the layers' terms.
 
-    The input is (batch, seq, embed), gathered from the residual stream's sharding; the weights
-    are those of the LM head, or of the embedding if they are tied. Without a dropout key there is
-    no dropout.
+    The input is gathered from the residual stream's sharding; the weights are those of the LM head,
+    or of the embedding if they are tied. Without a dropout key there is no dropout.
     """
     decoder = merge(model, parameters)
-    x, terms = decoder.hidden(tokens, dropout_key)
+    x, terms = decoder.after_layers(tokens, dropout_key)
+    if is_recording():
+        record("final_norm", decoder.final_norm(x), *RESIDUAL_AXES)
     with jax.named_scope("head"):
         x, head = gather_residual(x), decoder.head_weights()
         axes = ("vocab", "embed") if model.tie_word_embeddings else ("embed", "vocab")
-        return (*reduce_head_first(x, head, axes), terms)
+        x, head = reduce_head_first(x, head, axes)
+    return Unnormed.of(decoder.final_norm, x), head, terms
 
 
 def head_inputs_ahead(

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from graphtrain.models.loss_shards import sum_token_shards
+from graphtrain.models.token_shards import sum_token_shards
 from lowering.tracing.constrain import constrain_tree
 from lowering.tracing.context import set_context_variable
 from sharding_rules.arrays import ArraySpec
@@ -104,7 +104,7 @@ def gradient_in_blocks(
     width = grad_scores.shape[-1] // blocks
     for index in range(blocks):
         of_block = jax.lax.slice_in_dim(grad_scores, index * width, (index + 1) * width, axis=-1)
-        newest = sum_token_shards(multiply(hidden, of_block), axes)
+        newest = sum_token_shards(multiply(hidden, of_block), axes, "head")
         if reduced:
             hidden, grad_scores, reduced[-1] = jax.lax.optimization_barrier(
                 (hidden, grad_scores, reduced[-1])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from graphtrain.models.layer_terms import LayerTerms
     from graphtrain.models.pipeline_stages import HeadLossFunction, Keys, LossFunction
     from graphtrain.models.protocol import LogitsReader
+    from graphtrain.models.unnormed import Unnormed
     from lowering.pipeline.schedules import Pipeline
     from lowering.trees import Tree
     from sharding_rules.arrays import ArraySpec
@@ -50,7 +51,7 @@ class NativeModel:
 
     def head_inputs(
         self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array, LayerTerms]:
+    ) -> tuple[Unnormed, jax.Array, LayerTerms]:
         from graphtrain.models import decoder
 
         return decoder.head_inputs(self.settings, parameters, tokens, dropout_key=dropout_key)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from graphtrain.models.attention.kv_cache import CacheRows
     from graphtrain.models.layer_terms import LayerTerms
     from graphtrain.models.pipeline_stages import HeadLossFunction, Keys, LossFunction
+    from graphtrain.models.unnormed import Unnormed
     from lowering.pipeline.schedules import Pipeline
     from lowering.trees import Tree
     from sharding_rules.arrays import ArraySpec
@@ -65,11 +66,10 @@ class LanguageModel(Protocol):
 
     def head_inputs(
         self, parameters: Tree, tokens: jax.Array, *, dropout_key: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array, LayerTerms]:
-        """Return the LM head's input and weights, and the terms of the layers.
+    ) -> tuple[Unnormed, jax.Array, LayerTerms]:
+        """Return the LM head's input before its norm, its weights, and the terms of the layers.
 
-        Requires `has_separate_head`. The arguments are those of `forward`. The input is
-        (batch, seq, embed).
+        Requires `has_separate_head`. The arguments are those of `forward`.
         """
         ...
 

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compared_collectives import sent
-from programs import CUBE, GEMMA, batch, loaded, lower, placed_inputs, program, state_of
+from programs import CUBE, GEMMA, GPT2, batch, loaded, lower, placed_inputs, program, state_of
 from test_parallel import loss_and_gradients
 
 from graphtrain.config.schema import Adapter, Batch, Loss, Mesh, PipelineSettings
+from graphtrain.models.chunk_losses import LossHead
 from graphtrain.models.chunk_size import parts_of_chunk
-from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
+from graphtrain.models.chunked_loss import chunked_cross_entropy
+from graphtrain.models.unnormed import Unnormed
 from lowering.hlo.collectives import Collective
 from lowering.pipeline import one_f_one_b_loops
 from lowering.tracing.summed_gradient import GradientStack, SummedGradient
@@ -55,6 +57,13 @@ def test_a_tied_and_sharded_head_of_two_losses_has_the_gradients_of_all_logits()
         loss_and_gradients(program(model=model, loss=CHUNKS, **CUBE)),
         loss_and_gradients(program(model=model, loss=WHOLE)),
     )
+
+
+def test_each_chunk_is_normed_by_itself(monkeypatch):
+    """With scales and biases, over shards of batch, embed and vocab."""
+    want = loss_and_gradients(program(model=GPT2, loss=WHOLE))
+    monkeypatch.delattr(Unnormed, "normed")
+    assert_close(loss_and_gradients(program(model=GPT2, loss=CHUNKS, **CUBE)), want)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 
 from graphtrain.config.schema import Model
 from graphtrain.models import decoder
-from graphtrain.models.chunked_loss import LossHead, chunked_cross_entropy
+from graphtrain.models.chunk_losses import LossHead
+from graphtrain.models.chunked_loss import chunked_cross_entropy
 from graphtrain.models.loss import cross_entropy
 
 TOKENS, ROWS = 5, 8

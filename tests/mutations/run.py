@@ -42,7 +42,7 @@ MUTANTS = {
         ("tests/graphs/test_training.py::test_steps_equal_optax_adamw",),
     ),
     "z-loss of chunks twice as large": Mutant(
-        "graphtrain/models/chunked_loss.py",
+        "graphtrain/models/chunk_losses.py",
         "weights * (1 + 2 * scored.z_loss * log_z)",
         "weights * (1 + 4 * scored.z_loss * log_z)",
         ("tests/graphs/test_chunked.py",),

@@ -126,7 +126,7 @@ def test_logits_are_the_head_s_product_with_what_it_reads():
     parameters = random_parameters(LLAMA)
     read, head, _ = jax.jit(head_inputs, static_argnums=0)(LLAMA, parameters, TOKENS)
     want = run(LLAMA, parameters, TOKENS)
-    np.testing.assert_allclose(read @ head, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(read.normed() @ head, want, rtol=1e-5, atol=1e-5)
 
 
 def test_remat_changes_memory_but_neither_loss_nor_gradients():
