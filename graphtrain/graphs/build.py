@@ -60,6 +60,8 @@ from graphtrain.models.lora.trainable import LORA_A
 from graphtrain.models.loss import dpo_loss
 from graphtrain.models.mlp_block_count import mlp_block_count
 from graphtrain.models.mlp_blocks import use_mlp_blocks
+from graphtrain.models.mlp_gradients import use_mlp_weights_first
+from graphtrain.models.mlp_support import computes_weights_first
 from graphtrain.models.optimizer_state import EMA
 from graphtrain.models.optimizer_support import check_optimizer
 from graphtrain.models.quantized_matmul import quantize_products
@@ -285,8 +287,9 @@ def accumulate_gradients(
         frozen: Frozen weights, if any.
     """
     blocks = use_mlp_blocks(mlp_block_count(program))
+    mlp_first = use_mlp_weights_first(computes_weights_first(program))
     head_first = use_head_first(reduces_head_first(program))
-    with quantize_products(program.settings.precision), blocks, head_first:
+    with quantize_products(program.settings.precision), blocks, mlp_first, head_first:
         gradients, metrics = _scaled_gradients(program, state, batch, frozen)
     return unscaled(gradients, loss_scale(program, state)), metrics
 

@@ -87,8 +87,9 @@ def chunk_losses(
         return (jax.tree.map(jnp.add, sums, part_sums), grad_scores), None
 
     shards = chunk[0].shape[0], chunk[0].shape[2]
-    sums = (filled(jnp.zeros(()), shards, "batch", "seq"),) * 2
-    return jax.lax.scan(opaque(add), (sums, grad_scores), jnp.arange(parts))[0]
+    zero = filled(jnp.zeros(()), shards, "batch", "seq")
+    begun: Any = (zero, zero), grad_scores
+    return jax.lax.scan(opaque(add), begun, jnp.arange(parts))[0]
 
 
 def room_for_parts(

@@ -148,7 +148,8 @@ def _over_chunks(
             grad_head, earlier = _begin_head_gradient(scored, (*shards, *head.shape), earlier, zero)
             # Each chunk's gradient replaces its hidden states.
             gradients = tokens[0], zero_scales(scales, zero), grad_head
-        begun = (filled(zero, shards, "batch", "seq"),) * 2, gradients, grad_scores
+        zeros = filled(zero, shards, "batch", "seq")
+        begun = (zeros, zeros), gradients, grad_scores
         chunks = _Chunks(scored, parts, norm, scales, tokens, used)
         sums, gradients = _in_loop(chunks, begun)
     losses = sums[0].sum(), sums[1].sum()
@@ -211,7 +212,7 @@ def _in_one_chunk(
 
 @dataclass(frozen=True)
 class _Chunks:
-    """What chunks read, without a gradient in the loop over them."""
+    """Arrays and settings that all chunks read."""
 
     scored: LossHead
     parts: int  # of a chunk
@@ -225,15 +226,16 @@ def _in_loop(chunks: _Chunks, begun: _Carry) -> tuple[Sums, Gradients | None]:
     """Return both losses by shard, and the gradients, if `begun` has any.
 
     Args:
-        chunks: What chunks read.
-        begun: What the first chunk adds to.
+        chunks: Arrays and settings.
+        begun: Arrays to which the first chunk adds.
     """
     indices = jnp.arange(chunks.tokens[0].shape[POSITIONS] // chunks.scored.chunk)
     (sums, gradients, _), _ = jax.lax.scan(opaque(partial(_add_chunk, chunks)), begun, indices)
     if gradients is None:
         return sums, None
-    *of_hidden, grad_head = gradients
-    return sums, (*of_hidden, sum_token_shards(grad_head, chunks.scored.head_axes, "head"))
+    grad_x, grad_scales, grad_head = gradients
+    of_head = sum_token_shards(grad_head, chunks.scored.head_axes, "head")
+    return sums, (grad_x, grad_scales, of_head)
 
 
 def _add_chunk(chunks: _Chunks, carry: _Carry, index: jax.Array) -> tuple[_Carry, None]:

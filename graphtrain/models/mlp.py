@@ -1,5 +1,6 @@
 """MLP of a transformer block."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from graphtrain.models.activations import ACTIVATIONS, apply_activation
 from graphtrain.models.blocked_mlp import BlockedMLP
 from graphtrain.models.flops import is_gated
 from graphtrain.models.mlp_blocks import current_mlp_blocks, mlp_in_blocks
+from graphtrain.models.mlp_gradients import are_mlp_weights_first, multiply_weights_first
 from graphtrain.models.projection import project, project_many
 from lowering.tracing.constrain import constrain, shards_of
 from lowering.tracing.recording import is_recording, record
@@ -49,6 +51,8 @@ class MLP(nnx.Module):
         hidden = record(
             "mlp/hidden", apply_activation(activate, gate_up), "batch", "seq", self.width
         )
+        if are_mlp_weights_first():
+            return self._project_weights_first(("down",), "bsm,me->bse", hidden)[0]
         return project(self, "down", "bsm,me->bse", hidden)
 
     def _in_blocks(self, blocks: int, x: jax.Array) -> jax.Array:
@@ -68,8 +72,17 @@ class MLP(nnx.Module):
             gate_up = constrain(gate_up, "batch", "seq", None, self.width)
             return [gate_up[:, :, 0], gate_up[:, :, 1]]
         names = tuple(_wide(self.model, self.width))
-        projections = project_many(self, names, "bse,em->bsm", x)
+        if are_mlp_weights_first():
+            projections = self._project_weights_first(names, "bse,em->bsm", x)
+        else:
+            projections = project_many(self, names, "bse,em->bsm", x)
         return [constrain(projection, "batch", "seq", self.width) for projection in projections]
+
+    def _project_weights_first(
+        self, names: tuple[str, ...], equation: str, x: jax.Array
+    ) -> list[jax.Array]:
+        multiply = partial(multiply_weights_first, self.width)
+        return project_many(self, names, equation, x, multiply)
 
 
 def _wide(model: Model, width: str) -> dict[str, tuple[str | None, ...]]:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.config.schema import Model, is_imported
+from graphtrain.config.schema import Model
 from graphtrain.config.schema.types import item_bytes
 from graphtrain.models.flops import is_gated
-from graphtrain.models.shapes import parameter_arrays
-from sharding_rules.arrays import ArraySpec, Role
-from sharding_rules.plan import make_layout
+from graphtrain.models.mlp_support import column_shards, has_own_backward, tokens_of_device
 
 _MOST_BLOCKS = 16
 # The forward pass has fewer blocks: fewer arrays of hidden values, and no gradients beside them.
 _BACKWARD_OVER_FORWARD = 4
-_STORED: tuple[Role, ...] = ("parameter", "optimizer")
 # Each block after the first reads and writes the gradient of the residual stream once more. On an
 # H100, which at 0.56 of its peak computes 165 operations in the time of a byte, the 4 bytes of an
 # element take the time of 660. With full recomputation each element and column takes 8 for each
@@ -35,25 +30,18 @@ def mlp_block_count(program: ResolvedProgram) -> int:
     """Return the number of blocks of hidden columns in the backward pass of the program's MLPs.
 
     With model.mlp_blocks = "auto" there are blocks where they save at least 1/1024 of a device's
-    memory: on GPUs and TPUs, if a layer is recomputed from its input, because other policies of
-    remat save the hidden values anyway. There are none where they would compute products twice:
-    with post_norm, whose backward pass reads the MLP's output. Nor are there any if weights,
-    activations and gradients shard the columns over different mesh axes. Mixtures, LoRA and
-    products in fp8 or int8 have none, nor pipelines and gradients that are reduced once a step.
+    memory, if a layer is recomputed from its input, because other policies of remat save the hidden
+    values anyway. There are none where they would compute products twice: with post_norm, whose
+    backward pass reads the MLP's output. Nor are there any if weights, activations and gradients
+    shard the columns over different mesh axes, or where has_own_backward is false.
     """
     model, target = program.model, program.target
-    if is_imported(model) or program.stands_for_imported or model.mlp_blocks == "none":
+    if model.mlp_blocks == "none" or model.remat != "full" or model.post_norm:
         return 1
-    if not (target.is_gpu or target.platform == "tpu") or not _supports_blocks(program):
+    shards = column_shards(program)
+    if shards is None or not has_own_backward(program):
         return 1
-    shards = _column_shards(program)
-    if shards is None:
-        return 1
-    rules, batch = program.rules.activations, program.batch
-    token_shards = program.mesh.size(rules.get("batch", ())) * program.mesh.size(
-        rules.get("seq", ())
-    )
-    tokens, columns = batch.microbatch_rows * batch.seq_len / token_shards, model.mlp // shards
+    tokens, columns = tokens_of_device(program), model.mlp // shards
     count = _most_blocks(columns, is_gated(model))
     hidden_bytes = hidden_arrays(model) * tokens * columns * item_bytes(model.dtype)
     saves = hidden_bytes * (1 - 1 / count)
@@ -68,37 +56,6 @@ def forward_block_count(blocks: int, *, on_tpu: bool) -> int:
 def hidden_arrays(model: Model) -> int:
     """Return how many arrays of an MLP's hidden values its backward pass has at once."""
     return _ARRAYS[is_gated(model)]
-
-
-def _supports_blocks(program: ResolvedProgram) -> bool:
-    model, batch = program.model, program.batch
-    return (
-        model.remat == "full"
-        and model.moe is None
-        and not model.fused_gate_up
-        and not model.post_norm
-        and program.adapter is None
-        and program.settings.precision.matmul_dtype is None
-        and program.mesh.axes.get("stage", 1) == 1
-        and batch.gradient_reduction == "per_microbatch"
-    )
-
-
-def _column_shards(program: ResolvedProgram) -> int | None:
-    """Return how many shards of the MLP's columns there are.
-
-    None: activations, weights and gradients shard the columns over different mesh axes.
-    """
-    columns = {"mlp": ArraySpec((program.model.mlp,), ("mlp",), role="activation")}
-    for path, spec in parameter_arrays(program.model).items():
-        if "/mlp/" in path and "mlp" in spec.axes:
-            for role in _STORED:
-                columns[f"{role}/{path}"] = replace(spec, role=role)
-    splits = {
-        make_layout(path, spec, program.rules, program.mesh).split[spec.axes.index("mlp")]
-        for path, spec in columns.items()
-    }
-    return program.mesh.size(splits.pop()) if len(splits) == 1 else None
 
 
 def _most_blocks(columns: int, gated: bool) -> int:

@@ -1,6 +1,6 @@
 """Matrix product with a parameter of a module, and its bias."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from flax import nnx
@@ -15,6 +15,8 @@ source_lines.report_callers(__file__)
 
 PROJECTION = "projection"
 
+MultiplyMany = Callable[[str, jax.Array, list[jax.Array]], list[jax.Array]]
+
 
 def project(module: nnx.Module, name: str, equation: str, x: jax.Array) -> jax.Array:
     """Multiply x by the module's parameter `name`; add the parameter `{name}_bias` if it exists.
@@ -27,13 +29,25 @@ def project(module: nnx.Module, name: str, equation: str, x: jax.Array) -> jax.A
 
 
 def project_many(
-    module: nnx.Module, names: Sequence[str], equation: str, x: jax.Array
+    module: nnx.Module,
+    names: Sequence[str],
+    equation: str,
+    x: jax.Array,
+    multiply: MultiplyMany = multiply_many,
 ) -> list[jax.Array]:
-    """Apply project for several parameters that multiply the same x."""
+    """Apply project for several parameters that multiply the same x.
+
+    Args:
+        module: Module of the parameters.
+        names: Names of the parameters.
+        equation: Einsum equation of x and a parameter.
+        x: First operand.
+        multiply: Computes the products, unless they are in 8 bits.
+    """
     if any(quantization_of(name) for name in names):
         return [project(module, name, equation, x) for name in names]
     with jax.named_scope("+".join(names)):
-        products = multiply_many(equation, x, [getattr(module, name).get_value() for name in names])
+        products = multiply(equation, x, [getattr(module, name).get_value() for name in names])
     return [_finish(module, name, equation, y) for name, y in zip(names, products, strict=True)]
 
 

@@ -50,7 +50,7 @@ class ChunkNorm:
 
     @property
     def x(self) -> jax.Array:
-        """What chunks norm, of all positions."""
+        """Array of which chunks norm their positions."""
         return self.hidden.x if isinstance(self.hidden, Unnormed) else self.hidden
 
     def scales(self, token_shards: tuple[int, int]) -> Scales:

@@ -52,6 +52,9 @@ def name_residuals(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]
         return _split_heads(named[of_output], shape), Partial(differentiate_restored, named, others)
 
     def backward(restore: Partial, gradient: jax.Array) -> tuple[Any, ...]:
+        # XLA would otherwise convert and transpose saved arrays before their gradient is there,
+        # beside the hidden values of the MLP.
+        restore, gradient = jax.lax.optimization_barrier((restore, gradient))
         return (*restore()(gradient), None)
 
     attend.defvjp(forward, backward)
