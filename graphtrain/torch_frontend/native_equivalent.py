@@ -107,9 +107,8 @@ def _uncounted(kinds: Sequence[str]) -> str:
     names = " and ".join(dict.fromkeys(found))
     return (
         f"what {len(found)} of {len(kinds)} layers ({names}) compute besides projections is not "
-        "counted: compiled steps of narrow models (width 512) have 1.5 to 4.3 times the FLOPs, and "
-        "the time is too short by that; the compiled program (graphtrain plan without "
-        "--no-compile) has all"
+        "counted: 5 to 11 % of the FLOPs of models of width 512, less of wider ones. On CPUs, XLA "
+        "also computes the weight gradient of a depthwise convolution for all pairs of channels"
     )
 
 
