@@ -86,7 +86,9 @@ class LoadedPrograms:
 
     def inputs(self, graph: str, name: str) -> Tree:
         """Return shapes, dtypes and shardings of one input of a graph, without loading it."""
-        from lowering.xla.backend import described_inputs  # JAX, after the programs are looked up
+        from lowering.xla.executable import (
+            described_inputs,  # JAX, after the programs are looked up
+        )
 
         artifact = self._artifacts.get(graph)
         if artifact is None:  # it is loaded

@@ -27,15 +27,10 @@ from lowering.tracing import operator_regions
 from lowering.trees import Tree
 from lowering.xla import backend as xla
 from lowering.xla import distributed
-from lowering.xla.backend import (
-    Device,
-    Executable,
-    forbid_tracing,
-    from_shards,
-    make_mesh,
-    plan_graph,
-    to_devices,
-)
+from lowering.xla.arrays import from_shards, to_devices
+from lowering.xla.backend import forbid_tracing, plan_graph
+from lowering.xla.devices import Device, make_mesh
+from lowering.xla.executable import Executable
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 

@@ -23,18 +23,10 @@ from lowering.neuron.device import CoreArray, NeffProgram
 from lowering.per_device import backend as per_device
 from lowering.per_device.backend import DeviceLowering
 from lowering.trees import Tree
-from lowering.xla import backend as xla
-from lowering.xla.backend import (
-    Device,
-    Executable,
-    forbid_tracing,
-    from_shards,
-    make_mesh,
-    memory_in_use,
-    peak_memory,
-    plan_graph,
-    to_devices,
-)
+from lowering.xla.arrays import from_shards, to_devices
+from lowering.xla.backend import forbid_tracing, plan_graph
+from lowering.xla.devices import Device, fingerprint, make_mesh, memory_in_use, peak_memory
+from lowering.xla.executable import Executable, check_fingerprint
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules
 
@@ -139,7 +131,7 @@ def _record(
         **collectives.read(lowered.text, lowered.plan.mesh).to_record(),
     }
     if target.runs_on_cpu:
-        compile_facts["fingerprint"] = xla.fingerprint(devices(target))
+        compile_facts["fingerprint"] = fingerprint(devices(target))
     return lowered.facts | compile_facts
 
 
@@ -158,7 +150,7 @@ def load(artifact: Artifact, target: Target) -> Executable:
     mesh = make_mesh(MeshShape(record["mesh"]), cpu_devices)
     if not target.runs_on_cpu:
         return Executable(NeffProgram(artifact.payload, record, mesh), record, mesh)
-    xla.check_fingerprint(record, cpu_devices)
+    check_fingerprint(record, cpu_devices)
     _, executable = neff.unpack(artifact.payload)
     loaded = simulation.load_module(executable, cpu_devices)
     return Executable(simulation.SimulatedProgram(loaded, record, mesh), record, mesh)

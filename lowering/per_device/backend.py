@@ -19,8 +19,8 @@ from lowering.machine.target import Target
 from lowering.per_device.normalize import NormalizedModule, normalize_module
 from lowering.xla import backend as xla
 from lowering.xla import private
-from lowering.xla.backend import Device
 from lowering.xla.compiler_log import capture_compiler_log
+from lowering.xla.devices import Device
 from lowering.xla.spmd_module import partition_spmd
 from sharding_rules.mesh import MeshShape
 from sharding_rules.rules import Rules

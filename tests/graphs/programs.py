@@ -18,7 +18,7 @@ from lowering.lowered import Lowered
 from lowering.machine.target import Target
 from lowering.trees import Tree, flatten
 from lowering.xla import backend as xla
-from lowering.xla.backend import Executable
+from lowering.xla.executable import Executable
 from sharding_rules.arrays import ArraySpec
 
 LLAMA = Model(

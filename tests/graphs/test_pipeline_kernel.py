@@ -16,7 +16,7 @@ from lowering.pipeline.one_f_one_b import one_f_one_b_gradients
 from lowering.pipeline.schedule import PartWeights, Pipeline, PipelineLoss
 from lowering.pipeline.schedules import pipeline_loss
 from lowering.tracing.constrain import manual_axes, placement, use_placement
-from lowering.xla.backend import make_mesh
+from lowering.xla.devices import make_mesh
 from sharding_rules.mesh import MeshShape
 from sharding_rules.pipeline import one_f_one_b_phases, tick_count
 from sharding_rules.rules import Rules

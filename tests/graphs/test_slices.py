@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lowering.hlo.collectives import read
 from lowering.machine.target import Target
 from lowering.xla import backend
+from lowering.xla.devices import fingerprint
 from sharding_rules.mesh import MeshShape
 
 pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="no libtpu")
@@ -24,7 +25,7 @@ def mesh():
 def test_the_slowest_axis_runs_across_slices(mesh):
     slices = [[device.slice_index for device in row] for row in mesh.devices]
     assert slices == [[0, 0], [0, 0], [1, 1], [1, 1]]
-    assert backend.fingerprint([*mesh.devices.flat]).endswith("8 devices in 2 slices")
+    assert fingerprint([*mesh.devices.flat]).endswith("8 devices in 2 slices")
 
 
 def test_gradients_cross_slices_once_as_shards_of_a_slice(mesh):

@@ -8,7 +8,7 @@ from graphtrain.checkpoints.checkpoint import Checkpoints, restore_parameters
 from graphtrain.checkpoints.layer_order import LayerOrder
 from graphtrain.checkpoints.steps import Retention, saved_steps
 from graphtrain.errors import TrainingError
-from lowering.xla.backend import from_shards
+from lowering.xla.arrays import from_shards
 
 
 def state(rows=8):

@@ -26,7 +26,7 @@ from graphtrain.checkpoints.steps import Retention
 from graphtrain.checkpoints.tiered import TieredCheckpoints
 from graphtrain.errors import TrainingError
 from graphtrain.run import agreement
-from lowering.xla.backend import from_shards
+from lowering.xla.arrays import from_shards
 
 WHOLE = np.arange(6 * 8, dtype=np.float32).reshape(6, 8)
 PIECES = {f"pieces/a.b/{i}.{j}": WHOLE[3 * i : 3 * i + 3, 2 * j : 2 * j + 2].tobytes()

@@ -25,7 +25,7 @@ from graphtrain.run import agreement, resume
 from graphtrain.run.checkpoint_saves import CheckpointSaves
 from graphtrain.run.uploads import Uploads
 from lowering.machine.target import Target
-from lowering.xla.backend import from_shards
+from lowering.xla.arrays import from_shards
 
 
 def state():

@@ -10,7 +10,7 @@ import pytest
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 from lowering.xla import backend as xla
-from lowering.xla import distributed, lost_ranks
+from lowering.xla import devices, distributed, lost_ranks
 from lowering.xla.joining import Membership, membership
 
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
@@ -39,7 +39,7 @@ def test_what_is_given_comes_before_what_the_environment_says():
 def test_a_host_of_a_slice_that_knows_no_other_is_refused(monkeypatch):
     found = [SimpleNamespace(process_index=number // 4) for number in range(8)]
     monkeypatch.setattr(jax, "devices", lambda platform: found)
-    monkeypatch.setattr(xla, "_configure_platform", lambda *_: None)
+    monkeypatch.setattr(devices, "_configure_platform", lambda *_: None)
     with pytest.raises(
         LoweringError,
         match=r"on 2 hosts, .* one process on each host, .* number of processes and its rank",
