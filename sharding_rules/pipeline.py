@@ -104,16 +104,20 @@ def divide_layers(
         ShardingError: there are fewer layers than chunks, or `given` does not fit the model.
     """
     chunks = stages * rounds
-    layout = f"{stages} stages" + (f" x {rounds} rounds" if rounds > 1 else "")
+    layout = f"mesh.stage = {stages}"
+    if rounds > 1:
+        layout = f"{layout} x pipeline.virtual_stages = {rounds} = {chunks}"
     if layers < chunks:
+        smaller = " or pipeline.virtual_stages" if rounds > 1 else ""
         raise ShardingError(
-            f"{layout} = {chunks} chunks require at least {chunks} layers, but model.layers = "
-            f"{layers}; reduce the number of stages or rounds"
+            f"{layout} requires at least {chunks} layers, but model.layers = {layers}; reduce "
+            f"mesh.stage{smaller}"
         )
     if given is not None:
         if len(given) != chunks:
             raise ShardingError(
-                f"pipeline.layers_per_stage has {len(given)} numbers, but {layout} require {chunks}"
+                f"pipeline.layers_per_stage has {len(given)} numbers, but {layout} requires "
+                f"{chunks}; remove it, or change one of them"
             )
         if sum(given) != layers:
             raise ShardingError(

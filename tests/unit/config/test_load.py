@@ -204,7 +204,7 @@ def test_values_that_validation_would_read_as_null_are_refused(file):
     ("stages", "settings", "problem"),
     [
         (2, [], "batch.microbatches = 1 is not a multiple of mesh.stage = 2"),
-        (4, ["batch.microbatches=4"], "4 stages = 4 chunks require at least 4 layers"),
+        (4, ["batch.microbatches=4"], "mesh.stage = 4 requires at least 4 layers"),
         (
             2,
             ["batch.microbatches=2", "pipeline.layers_per_stage=[2, 1]"],

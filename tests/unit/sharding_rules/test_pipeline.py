@@ -61,9 +61,15 @@ def test_rows_of_layers_that_repeat_are_their_repetitions(chunks, count, rows):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((3, 4), r"4 stages = 4 chunks require at least 4 layers, but model.layers = 3"),
+        (
+            (3, 4),
+            r"mesh.stage = 4 requires at least 4 layers, but model.layers = 3; reduce mesh.stage",
+        ),
         ((3, 2, 2), r"2 stages x 2 rounds = 4 chunks"),
-        ((4, 2, 1, (4,)), r"pipeline.layers_per_stage has 1 numbers, but 2 stages require 2"),
+        (
+            (4, 2, 1, (4,)),
+            r"pipeline.layers_per_stage has 1 numbers, but mesh.stage = 2 requires 2; remove",
+        ),
         (
             (4, 2, 1, (2, 3)),
             r"the sum of pipeline.layers_per_stage is 5; it must be model.layers = 4",
