@@ -65,7 +65,7 @@ def test_rows_of_layers_that_repeat_are_their_repetitions(chunks, count, rows):
             (3, 4),
             r"mesh.stage = 4 requires at least 4 layers, but model.layers = 3; reduce mesh.stage",
         ),
-        ((3, 2, 2), r"2 stages x 2 rounds = 4 chunks"),
+        ((3, 2, 2), r"mesh.stage = 2 x pipeline.virtual_stages = 2 = 4 requires"),
         (
             (4, 2, 1, (4,)),
             r"pipeline.layers_per_stage has 1 numbers, but mesh.stage = 2 requires 2; remove",
