@@ -294,13 +294,14 @@ def head_inputs(
     """
     decoder = merge(model, parameters)
     x, terms = decoder.after_layers(tokens, dropout_key)
-    if is_recording():
-        record("final_norm", decoder.final_norm(x), *RESIDUAL_AXES)
+    if is_recording():  # of all positions, which have a gradient
+        x = record("final_norm", decoder.final_norm(x), *RESIDUAL_AXES)
     with jax.named_scope("head"):
         x, head = gather_residual(x), decoder.head_weights()
         axes = ("vocab", "embed") if model.tie_word_embeddings else ("embed", "vocab")
         x, head = reduce_head_first(x, head, axes)
-    return Unnormed.of(decoder.final_norm, x), head, terms
+    hidden = Unnormed(x, (), None) if is_recording() else Unnormed.of(decoder.final_norm, x)
+    return hidden, head, terms
 
 
 def head_inputs_ahead(

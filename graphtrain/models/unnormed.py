@@ -29,7 +29,7 @@ class Unnormed:
 
     x: jax.Array
     scales: Scales
-    structure: nnx.GraphDef[Any]
+    structure: nnx.GraphDef[Any] | None  # None: x is normed already
 
     @classmethod
     def of(cls, norm: nnx.Module, x: jax.Array) -> Unnormed:
@@ -39,7 +39,11 @@ class Unnormed:
 
     def normed(self) -> jax.Array:
         """Return the head's input, of all positions."""
-        return nnx.merge(self.structure, self.scales)(self.x)
+        return self.norm(self.x, self.scales)
+
+    def norm(self, x: jax.Array, scales: Scales) -> jax.Array:
+        """Return x normed by scales, which may have leading dimensions as x has."""
+        return x if self.structure is None else nnx.merge(self.structure, scales)(x)
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,7 @@ class ChunkNorm:
 
     def norm(self, x: jax.Array, scales: Scales) -> jax.Array:
         """Return x, by shard, normed by scales of `scales`."""
-        if not isinstance(self.hidden, Unnormed):
-            return x
-        return nnx.merge(self.hidden.structure, scales)(x)
+        return self.hidden.norm(x, scales) if isinstance(self.hidden, Unnormed) else x
 
     def gradient(self, of_x: jax.Array, of_scales: Scales) -> jax.Array | Unnormed:
         """Return the gradient of the hidden states: `of_scales` is by shard, and is reduced."""

@@ -11,7 +11,7 @@ import pytest
 from programs import CUBE, GPT2, LLAMA, batch, loaded, placed_inputs, program, state_of
 
 from graphtrain.config.resolve import resolve
-from graphtrain.config.schema import Adapter, Batch, Dump, Precision
+from graphtrain.config.schema import Adapter, Batch, Dump, Loss, Precision
 from graphtrain.errors import PlanError
 from graphtrain.graphs.build import build_graph
 from graphtrain.models import block, mlp
@@ -65,6 +65,13 @@ def test_a_dump_computes_products_in_the_dtype_of_the_run():
     mine, ordinary = results(in_int8, "dump"), results(in_int8, "train")
     assert mine["metrics"]["loss"] == ordinary["metrics"]["loss"]
     assert mine["metrics"]["loss"] != results(PLAIN, "train")["metrics"]["loss"]
+
+
+def test_a_loss_in_chunks_has_the_arrays_of_all_logits():
+    one, chunks = dumped(PLAIN), dumped(program(loss=Loss(chunk=4)))
+    assert set(one) - set(chunks) == {"forward/logits", "backward/logits"}
+    for name, array in chunks.items():
+        assert compare_arrays(one[name], array)["relative"] < 2e-5, name
 
 
 def test_arrays_are_those_of_one_device_on_a_mesh_with_microbatches():
