@@ -36,10 +36,11 @@ def mlp_block_count(program: ResolvedProgram) -> int:
     shard the columns over different mesh axes, or where has_own_backward is false.
     """
     model, target = program.model, program.target
+    if not has_own_backward(program):  # first: imported models have none of the settings below
+        return 1
     if model.mlp_blocks == "none" or model.remat != "full" or model.post_norm:
         return 1
-    shards = column_shards(program)
-    if shards is None or not has_own_backward(program):
+    if (shards := column_shards(program)) is None:
         return 1
     tokens, columns = tokens_of_device(program), model.mlp // shards
     count = _most_blocks(columns, is_gated(model))

@@ -41,11 +41,13 @@ def computes_weights_first(program: ResolvedProgram) -> bool:
     values take more bytes than the float32 gradients that then exist instead of them. Not with
     tensor parallelism, where the gradient of the MLP's input is a partial sum.
     """
+    if not has_own_backward(program):  # first: imported models have none of the settings below
+        return False
     model = program.model
     hidden_bytes = item_bytes(model.dtype) * tokens_of_device(program)
     if model.remat == "full" or hidden_bytes <= 4 * model.embed:
         return False
-    return has_own_backward(program) and column_shards(program) == 1
+    return column_shards(program) == 1
 
 
 def tokens_of_device(program: ResolvedProgram) -> float:

@@ -11,6 +11,7 @@ from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import (
     Adapter,
     Batch,
+    FlaxModel,
     Mesh,
     MixtureOfExperts,
     Model,
@@ -18,6 +19,7 @@ from graphtrain.config.schema import (
     Program,
 )
 from graphtrain.models.matmul import dot_many
+from graphtrain.models.mlp_block_count import mlp_block_count
 from graphtrain.models.mlp_gradients import multiply_weights_first
 from graphtrain.models.mlp_support import computes_weights_first
 
@@ -95,3 +97,16 @@ def test_weights_are_first_where_hidden_values_are_larger_than_their_gradients(c
 )
 def test_other_mlps_have_the_order_of_the_compiler(changes):
     assert not is_first(**changes)
+
+
+@pytest.mark.parametrize("target", ["cpu:8", "h100:8"])
+def test_an_imported_model_has_its_own_mlps(target):
+    program = Program(
+        target=target,
+        mesh=Mesh(fsdp=8),
+        rules=("fsdp",),
+        model=FlaxModel(flax="mine.py:M", vocab=8),
+        batch=Batch(global_batch_size=32, seq_len=2048),
+    )
+    assert mlp_block_count(resolve(program)) == 1
+    assert not computes_weights_first(resolve(program))
