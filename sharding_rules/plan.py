@@ -64,6 +64,16 @@ def make_plan(arrays: Mapping[str, ArraySpec], rules: Rules, mesh: MeshShape) ->
     return Plan(mesh, {path: make_layout(path, spec, rules, mesh) for path, spec in arrays.items()})
 
 
+def has_general_layout(path: str, spec: ArraySpec, rules: Rules, mesh: MeshShape) -> bool:
+    """Return whether rules of single arrays shard an array as the tables shard its axes.
+
+    Raises:
+        ShardingError: as make_layout().
+    """
+    general = make_layout("", spec, rules, mesh)
+    return make_layout(f"{spec.role}/{path}", spec, rules, mesh) == general
+
+
 def make_layout(path: str, spec: ArraySpec, rules: Rules, mesh: MeshShape) -> ArrayLayout:
     """Return the layout of one array. Mesh axes that are absent or of size 1 are ignored.
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from graphtrain.run.profiles.account import Profile
 
 _COMPILE = "graphtrain.compile(...) with the same configuration"
+_SEARCH_AND_COMPILE = "graphtrain.train(..., search=True, compile=True)"
 
 
 def train(
@@ -48,7 +49,7 @@ def train(
     coordinator: str | None = None,
     processes: int | None = None,
     rank: int | None = None,
-    compile_hint: str = _COMPILE,
+    compile_hint: str | None = None,
     observe: Observer = observe_nothing,
     log: Callable[[str], None] = log,
     started_at: float | None = None,
@@ -135,7 +136,7 @@ def train(
         settings.run,
         store,
         configured=settings.program,
-        compile_hint=compile_hint,
+        compile_hint=compile_hint or (_SEARCH_AND_COMPILE if search else _COMPILE),
         callbacks=callbacks,
         allowed_changes=allow_change,
         fresh=fresh,
@@ -176,7 +177,7 @@ def _searched(
         set=set,
         cache=cache,
         fresh=fresh,
-        hint="graphtrain.train(..., search=True, compile=True)",
+        hint=_SEARCH_AND_COMPILE,
         observe=observe,
         log=log,
     )

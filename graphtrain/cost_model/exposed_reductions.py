@@ -17,6 +17,7 @@ from graphtrain.cost_model.gradient_traffic import gradient_collectives
 from graphtrain.cost_model.head_memory import head_of
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.weights import ShardedWeight, shard_weights
+from graphtrain.models.chunk_size import loss_chunk
 from graphtrain.models.flops import Part, is_gated
 from graphtrain.models.head_gradient_support import reduces_head_first
 from graphtrain.models.mlp_block_count import mlp_block_count
@@ -42,7 +43,7 @@ def exposed_reductions(
         seconds_of: Returns the seconds of collectives by mesh axes; None where they are unknown.
         weights: Result of shard_weights, if the caller has it.
     """
-    blocks, is_head_first = mlp_block_count(program), reduces_head_first(program)
+    blocks, is_head_first = mlp_block_count(program), _reduces_head_first(program)
     if blocks == 1 and not is_head_first:
         return {}
     weights = shard_weights(program) if weights is None else weights
@@ -59,6 +60,14 @@ def exposed_reductions(
         sent = seconds_of(_reductions(program, [head]))
         _add(exposed, sent, DeviceSizes.of(program).head_blocks, beside)
     return exposed
+
+
+def _reduces_head_first(program: ResolvedProgram) -> bool:
+    """Return whether the gradient of the head is reduced first; without chunks, no tied one is."""
+    if not reduces_head_first(program):
+        return False
+    in_parts = loss_chunk(program) is not None or program.model.mtp_loss_weight is not None
+    return in_parts or not program.model.tie_word_embeddings
 
 
 def _as_head(weight: ShardedWeight) -> ShardedWeight:

@@ -23,6 +23,7 @@ from graphtrain.cost_model.measured_time import (
     seconds_per_byte,
 )
 from graphtrain.cost_model.sizes import DeviceSizes
+from graphtrain.cost_model.traffic import bubble_of
 from graphtrain.cost_model.update_flops import update_flops
 from graphtrain.models.flops import Part
 from lowering.hlo.work import Product
@@ -60,13 +61,13 @@ def time_at_speeds_of(
         axes = "+".join(one.axes)
         seconds = share.of(one.count * collective_seconds(one, profile), 1)
         sent[axes] = sent.get(axes, PartSeconds()) + seconds
-    idle = 0.0 if not time.compute else (time.bubble or 0.0) / time.compute
+    bubble = bubble_of(program)
     return replace(
         time,
         compute=compute,
         memory=share.of(moved, profile.cores).clock,
         communication={axes: seconds.clock for axes, seconds in sent.items()},
-        bubble=compute * idle,  # in which devices compute on zeros
+        bubble=compute * bubble / (1 - bubble),  # in which devices compute on zeros
         overlapped=0.0,  # devices share the cores
         profile_note="",
         speeds=profile.source,

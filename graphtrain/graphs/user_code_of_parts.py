@@ -1,9 +1,10 @@
 """Checks of the user's loss and optimizer where a program gives them parts of what they expect.
 
-A pipeline with 1F1B gives a loss some of the positions, ring attention gives it them in another
-order, and a pipeline over data some of the sequences. Uneven stages add rows of zeros to the arrays
-of an optimizer. Code that computes each token, or each element, by itself is not affected. Others
-would train another model in silence, so their results for parts of random arrays are compared.
+A pipeline with 1F1B gives a loss some of the positions, and ring attention gives it them in another
+order. A pipeline over data, and gradients that are reduced once for each step, give it some of the
+sequences. Uneven stages add rows of zeros to the arrays of an optimizer. Code that computes each
+token, or each element, by itself is not affected. Others would train another model in silence, so
+their results for parts of random arrays are compared.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.errors import ConfigError
 from graphtrain.graphs.custom_optimizer import custom_optimizer
+from graphtrain.models.head_gradient_support import defers_gradients
 
 _SEQUENCES, _POSITIONS = 2, 8
 _ROWS, _PADDING = 3, 1  # of an array of an optimizer
@@ -52,6 +54,11 @@ def _check_loss(program: ResolvedProgram) -> None:
     if program.stages is not None and mesh.size(program.rules.activations.get("batch", ())) > 1:
         causes["sequences"] = (
             "a pipeline computes the loss of each device's sequences; use a mesh without stage"
+        )
+    elif defers_gradients(program):
+        causes["sequences"] = (
+            'batch.gradient_reduction = "per_step" computes the loss of each replica\'s sequences; '
+            'use "per_microbatch"'
         )
 
     def compute(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:

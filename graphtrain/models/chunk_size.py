@@ -25,7 +25,7 @@ from graphtrain.config.schema.types import item_bytes
 from graphtrain.models.flops import step_flops_per_token
 from graphtrain.models.head_gradient_support import defers_gradients
 from sharding_rules.arrays import ArraySpec
-from sharding_rules.plan import divisors, make_layout
+from sharding_rules.plan import divisors, has_general_layout, make_layout
 
 # A chunk reads and writes a float32 for each weight of the head. Chunks are long enough for this to
 # be at most a twentieth of the time of the step's products, where these reach 165 operations per
@@ -170,10 +170,7 @@ def _is_moved(program: ResolvedProgram, head: ArraySpec) -> bool:
     rules, mesh = program.rules, program.mesh
     path = "embedding/tokens" if program.model.tie_word_embeddings else "head"
     specs = head, replace(head, role="parameter")
-    return any(
-        make_layout(f"{spec.role}/{path}", spec, rules, mesh) != make_layout("", spec, rules, mesh)
-        for spec in specs
-    )
+    return not all(has_general_layout(path, spec, rules, mesh) for spec in specs)
 
 
 def _blocks_of(vocab: int) -> int:

@@ -14,7 +14,8 @@ _BACKWARD_OVER_FORWARD = 4
 # Each block after the first reads and writes the gradient of the residual stream once more. On an
 # H100, which at 0.56 of its peak computes 165 operations in the time of a byte, the 4 bytes of an
 # element take the time of 660. With full recomputation each element and column takes 8 for each
-# matrix: of two matrices, a block costs as much as 41 columns, of three as much as 28.
+# matrix: of two matrices, a block costs as much as 41 columns, of three as much as 28. Of a gated
+# MLP a second product adds to the gradient, twice as much if the product does not hide it.
 _COLUMNS_OF_TRAFFIC = {True: 28, False: 41}  # by whether the MLP is gated
 _MOST_TRAFFIC = 0.025  # of the time of the MLP
 _MIN_SAVING = 1 / 1024  # fraction of a device's memory

@@ -9,7 +9,7 @@ from graphtrain.config.schema import is_imported
 from graphtrain.config.schema.types import item_bytes
 from graphtrain.models.shapes import parameter_arrays
 from sharding_rules.arrays import ArraySpec, Role
-from sharding_rules.plan import make_layout
+from sharding_rules.plan import has_general_layout, make_layout
 
 _STORED: tuple[Role, ...] = ("parameter", "optimizer")
 
@@ -60,13 +60,16 @@ def tokens_of_device(program: ResolvedProgram) -> float:
 def column_shards(program: ResolvedProgram) -> int | None:
     """Return how many shards of the MLP's columns there are.
 
-    None: activations, weights and gradients shard the columns over different mesh axes.
+    None: activations, weights and gradients shard the columns over different mesh axes, or rules of
+    single arrays apply to weights, which the blocks and their gradients do not have.
     """
     columns = {"mlp": ArraySpec((program.model.mlp,), ("mlp",), role="activation")}
     for path, spec in parameter_arrays(program.model).items():
         if "/mlp/" in path and "mlp" in spec.axes:
             for role in _STORED:
-                columns[f"{role}/{path}"] = replace(spec, role=role)
+                columns[f"{role}/{path}"] = stored = replace(spec, role=role)
+                if not has_general_layout(path, stored, program.rules, program.mesh):
+                    return None
     splits = {
         make_layout(path, spec, program.rules, program.mesh).split[spec.axes.index("mlp")]
         for path, spec in columns.items()

@@ -118,7 +118,9 @@ def _kinds_of_layers(config: Mapping[str, Any]) -> Sequence[str]:
         if isinstance(kinds := config.get(name), list | tuple):
             return kinds
     if interval := first_int(config, ("full_attention_interval",)):  # Qwen3-Next
-        return ["linear_attention"] * (interval - 1) + ["full_attention"]
+        layers = first_int(config, SIZE_NAMES["layers"]) or interval
+        kinds = "linear_attention", "full_attention"
+        return [kinds[(layer + 1) % interval == 0] for layer in range(layers)]
     return ()
 
 
@@ -288,9 +290,10 @@ def _attention_of_module(module: Any) -> tuple[int, int, float] | None:
     if not scored:
         return 1, 2, scored
     heads, width = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
-    if not (isinstance(heads, int) and isinstance(width, int)):
+    if not (isinstance(heads, int) and isinstance(width, int) and heads > 0):
         return None
-    return heads, getattr(config, "head_dim", None) or width // heads, scored
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    return None if head_dim % 2 else (heads, head_dim, scored)  # native models have even ones
 
 
 def _heads(width: int) -> tuple[int, int]:

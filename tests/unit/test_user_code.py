@@ -263,6 +263,11 @@ UNEVEN = [*PIPELINE, "program.model.layers=3"]
             [*PIPELINE, "program.mesh.data=2", "program.target=cpu:4"],
             "other sequences .* use a mesh without stage",
         ),
+        (
+            "loss.custom=code.py:of_sequences",
+            ["program.mesh.data=2", "program.batch.gradient_reduction=per_step"],
+            "other sequences .* use .per_microbatch.",
+        ),
         ("optimizer.custom=code.py:lion", UNEVEN, None),
         ("optimizer.custom=code.py:whole", PIPELINE, None),
         ("optimizer.custom=code.py:whole", UNEVEN, "a number of layers that the stages divide"),

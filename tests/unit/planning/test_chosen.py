@@ -137,7 +137,7 @@ def test_train_takes_the_searched_strategy(config, chosen, tmp_path, make_datase
     ):
         gt.train(own, **given)
     remember(Cache(tmp_path / "cache"), own, chosen.program)
-    with pytest.raises(MissingProgram, match="train"):
+    with pytest.raises(MissingProgram, match=r"train\(..., search=True, compile=True"):
         gt.train(own, log=said.append, **given)
     assert said == ["strategy of the last search: cpu:4, mesh fsdp 2 x tensor 2, 2 x 4 sequences"]
     with pytest.raises(TrainingError, match="search=True is for runs of one process"):
