@@ -3,8 +3,8 @@
 Others overlap with the backward pass of other layers. The LM head's gradient is reduced before the
 backward pass of the layers begins (graphtrain/models/head_gradient.py): in blocks of the vocabulary
 beside the product of the next block, else beside nothing. An MLP in blocks reduces the gradients of
-a block beside the products of the next one's hidden values, and those of the last block beside
-nothing (graphtrain/models/mlp_blocks.py).
+a block beside the products of the next one's hidden values, and those of the last block, on TPUs
+those of each, beside nothing (graphtrain/models/mlp_blocks.py).
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def exposed_reductions(
         in_mlp = [one for one in weights if one.in_layers and "/mlp/" in one.path]
         hidden = (2 / 3 if is_gated(program.model) else 1 / 2) / _PRODUCTS_OF_MLP_WEIGHT
         beside = hidden * compute["MLP"]
+        if program.target.platform == "tpu":
+            beside = 0.0  # a block of the loop begins when the one before is reduced
         _add(exposed, seconds_of(_reductions(program, in_mlp)), blocks, beside)
     if is_head_first:
         # A tied embedding as the head alone: the gradient of its lookup is reduced later.

@@ -91,7 +91,7 @@ def _saved_per_layer(program: ResolvedProgram, sizes: DeviceSizes, flash: bool) 
         return _saved_with_kernel(program, stream, hidden, heads, attention_output)
     scores = sizes.sequences * sizes.heads * sizes.seq_in_block * sizes.kv_positions * 4
     scores *= scored_layers(model)  # the mean of all layers
-    if program.target.platform == "cpu":  # computed again: models/blocked.py
+    if program.target.platform == "cpu":  # computed again: models/attention/blockwise.py
         scores = 0
     normed = stream * (2 if model.post_norm else 0) + heads * model.qk_norm
     everything = 2 * products + 2 * stream + normed

@@ -124,7 +124,7 @@ def hideable_seconds(beside_compute: Mapping[str, float | None], achieved: Achie
 
     Args:
         beside_compute: communication_seconds() of the collectives that have compute beside them:
-            all but the sums after the last tick of a pipeline.
+            all but sums of a pipeline without compute beside them.
         achieved: What the machine reaches, with its overlap of tensor parallelism.
     """
     return sum(

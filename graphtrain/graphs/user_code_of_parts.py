@@ -23,6 +23,11 @@ from graphtrain.models.head_gradient_support import defers_gradients
 
 _SEQUENCES, _POSITIONS = 2, 8
 _ROWS, _PADDING = 3, 1  # of an array of an optimizer
+# Selections of (sequences, positions): every second one and all in another order, or one sequence.
+_PARTS = {
+    "positions": (np.s_[:, ::2], np.s_[:, ::-1]),
+    "sequences": (np.s_[:1], np.s_[1:]),
+}
 
 
 def check_user_code_of_parts(program: ResolvedProgram) -> None:
@@ -55,15 +60,21 @@ def _check_loss(program: ResolvedProgram) -> None:
         causes["sequences"] = (
             "a pipeline computes the loss of each device's sequences; use a mesh without stage"
         )
+    elif program.batch.padding_sequences:
+        causes["sequences"] = (
+            "batch.padding_sequences, which run.fallback may set, adds empty sequences; use 0, and "
+            "a mesh that divides the batch"
+        )
     elif defers_gradients(program):
         causes["sequences"] = (
             'batch.gradient_reduction = "per_step" computes the loss of each replica\'s sequences; '
             'use "per_microbatch"'
         )
 
-    def compute(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        arrays = jnp.asarray(logits), jnp.asarray(targets)
-        return np.asarray(code.call(*arrays, **loss.arguments))
+    def compute(logits: np.ndarray, targets: np.ndarray) -> np.ndarray | None:
+        losses = code.call(jnp.asarray(logits), jnp.asarray(targets), **loss.arguments)
+        is_of_tokens = getattr(losses, "shape", None) == targets.shape
+        return np.asarray(losses) if is_of_tokens else None
 
     for of, cause in causes.items():
         if not _is_of_tokens(compute, program.model.vocab, _PARTS[of]):
@@ -73,26 +84,25 @@ def _check_loss(program: ResolvedProgram) -> None:
             )
 
 
-# Selections of (sequences, positions): every second one and all in another order, or one sequence.
-_PARTS = {
-    "positions": (np.s_[:, ::2], np.s_[:, ::-1]),
-    "sequences": (np.s_[:1], np.s_[1:]),
-}
-
-
 def _is_of_tokens(
-    compute: Callable[[np.ndarray, np.ndarray], np.ndarray], vocab: int, parts: tuple[Any, ...]
+    compute: Callable[[np.ndarray, np.ndarray], np.ndarray | None],
+    vocab: int,
+    parts: tuple[Any, ...],
 ) -> bool:
-    """Return whether the losses of parts are parts of the losses, of random logits and targets."""
+    """Return whether the losses of parts are parts of the losses, of random logits and targets.
+
+    A loss that returns something else is refused where it is traced.
+    """
     random = np.random.default_rng(0)
     shape = _SEQUENCES, _POSITIONS
     logits = random.standard_normal((*shape, vocab)).astype(np.float32)
     targets = random.integers(0, min(vocab, 3), shape).astype(np.int32)  # they repeat
     targets[:, ::3] = random.integers(0, vocab, targets[:, ::3].shape)
     whole = compute(logits, targets)
-    if whole.shape != shape:
-        return True  # refused where it is traced, with the shape
-    return all(_is_close(compute(logits[part], targets[part]), whole[part]) for part in parts)
+    if whole is None:
+        return True
+    of_parts = [(compute(logits[part], targets[part]), whole[part]) for part in parts]
+    return all(losses is None or _is_close(losses, of_whole) for losses, of_whole in of_parts)
 
 
 def _check_optimizer(program: ResolvedProgram) -> None:

@@ -61,8 +61,15 @@ def column_shards(program: ResolvedProgram) -> int | None:
     """Return how many shards of the MLP's columns there are.
 
     None: activations, weights and gradients shard the columns over different mesh axes, or rules of
-    single arrays apply to weights, which the blocks and their gradients do not have.
+    single arrays apply to weights, which the blocks and their gradients do not have, or activations
+    shard columns and embed alike, which partial sums of blocks both have.
     """
+    activations = program.rules.activations
+    if (
+        program.mesh.size(tuple({*activations.get("mlp", ())} & {*activations.get("embed", ())}))
+        > 1
+    ):
+        return None
     columns = {"mlp": ArraySpec((program.model.mlp,), ("mlp",), role="activation")}
     for path, spec in parameter_arrays(program.model).items():
         if "/mlp/" in path and "mlp" in spec.axes:

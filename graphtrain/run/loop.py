@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from graphtrain.run.learning_rate import learning_rate
 from graphtrain.run.metrics import JournalPosition, Report
 from graphtrain.run.pending_step import PendingStep, if_finite
 from graphtrain.run.periodic_evaluations import (
+    Move,
     PeriodicEvaluations,
     are_scores_due,
     is_evaluation_due,
@@ -73,6 +75,7 @@ class TrainingLoop:
     _write: Report = field(init=False)
     _journal_position: JournalPosition = field(init=False)
     _is_journal_open: bool = False
+    _move: Move = field(init=False)
     _evaluations: PeriodicEvaluations = field(init=False)
     _metrics: StepMetrics = field(init=False)
     _saves: CheckpointSaves = field(init=False)
@@ -81,6 +84,9 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         run, phases, checkpoints = self.run, self.phases, self.checkpoints
         check = checkpoints.raise_if_failed
+        # Not a method: the loop must be freed by its reference count, with its weights, before a
+        # rewound run loads them again.
+        self._move = partial(_move, self.watchdog, self.timeline)
         self._evaluations = PeriodicEvaluations(
             run, phases, self.frozen, self.samples, self.tasks, self.stop, self._move, check
         )
@@ -258,11 +264,6 @@ class TrainingLoop:
             return compute(state)
         return verified_step(self.programs, compute, state, number)
 
-    def _move(self, stage: str, step: int, batch: int = 0) -> None:
-        """Note what this process does now, for the watchdog and for goodput."""
-        self.watchdog.move(stage, step, batch)
-        self.timeline.move(ACTIVITY_OF_STAGE[stage])
-
     def _finish_pending_step(self) -> None:
         """Wait for the metrics of the last step and write them, unless they are written."""
         if self._metrics.pending is not None:
@@ -300,3 +301,9 @@ class TrainingLoop:
         self._metrics.restart_clock()
         if scores is not None:
             self._write({"step": completed_steps, **scores})
+
+
+def _move(watchdog: Watchdog, timeline: Timeline, stage: str, step: int, batch: int = 0) -> None:
+    """Note what this process does now, for the watchdog and for goodput."""
+    watchdog.move(stage, step, batch)
+    timeline.move(ACTIVITY_OF_STAGE[stage])

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from graphtrain.run.training_samples import TrainingSamples
     from graphtrain.run.training_tasks import TrainingTasks
 
-# Notes what this process does: the stage, the step, and the number of the batch or prompt.
-Move = Callable[[str, int, int], None]
+
+class Move(Protocol):
+    """Function that notes what this process does."""
+
+    def __call__(self, stage: str, step: int, batch: int = 0) -> None:
+        """Note the stage, the step, and the number of the batch or prompt."""
 
 
 def is_evaluation_due(run: Run, step: int) -> bool:

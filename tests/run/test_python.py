@@ -5,6 +5,7 @@ import json
 import pytest
 
 SCRIPT = """
+import gc
 import json
 import graphtrain as gt
 
@@ -35,7 +36,13 @@ try:
 except gt.errors.MissingProgram as error:
     print("not compiled")
 report = gt.compile(config, jobs=2)
+from graphtrain.run.loop import TrainingLoop
+
+gc.disable()
 run = gt.train(config, callbacks=[Events()])
+# Without a cycle: a rewound run must not hold the weights of the loop before.
+loops = sum(isinstance(one, TrainingLoop) for one in gc.get_objects())
+gc.enable()
 evaluation = gt.evaluate(run)
 text = gt.generate(run, "def ", max_tokens=3)
 try:
@@ -59,6 +66,7 @@ results = {
     "loss": evaluation.validation_loss,
     "tokens": len(text.tokens),
     "losses": gt.metrics(run).loss.tolist(),
+    "loops": loops,
 }
 print(json.dumps(results))
 """
@@ -86,3 +94,4 @@ def test_a_script_compiles_trains_evaluates_and_generates(cold):
         ["end", 6],
     ]
     assert (found["compiled"], found["tokens"], found["losses"]) == (3, 3, losses)
+    assert found["loops"] == 0

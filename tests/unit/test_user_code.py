@@ -233,6 +233,10 @@ def of_sequences(logits, targets):
     return of_tokens(logits, targets) - of_tokens(logits, targets).mean(0)
 
 
+def pair(logits, targets):
+    return of_tokens(logits, targets), targets[0]
+
+
 def lion():
     return optax.scale_by_lion()
 
@@ -268,6 +272,12 @@ UNEVEN = [*PIPELINE, "program.model.layers=3"]
             ["program.mesh.data=2", "program.batch.gradient_reduction=per_step"],
             "other sequences .* use .per_microbatch.",
         ),
+        (
+            "loss.custom=code.py:of_sequences",
+            ["program.batch.padding_sequences=1"],
+            "other sequences .* adds empty sequences",
+        ),
+        ("loss.custom=code.py:pair", ONE_F, None),  # refused where it is traced
         ("optimizer.custom=code.py:lion", UNEVEN, None),
         ("optimizer.custom=code.py:whole", PIPELINE, None),
         ("optimizer.custom=code.py:whole", UNEVEN, "a number of layers that the stages divide"),

@@ -84,12 +84,11 @@ class Attention(nnx.Module):
         if self.model.positions == "rope":
             position_ids = positions(x.shape[1])
             rope_frequencies, factor = frequencies(self.model, context_length() or x.shape[1], full)
-            turn = partial(rotate, factor=factor)
-            if (
-                norm is not None
-            ):  # as the norm: sines and cosines would wait beside the MLP's arrays
-                turn = jax.checkpoint(turn)
-            query, key = (turn(x, position_ids, rope_frequencies) for x in (query, key))
+            rotate_both = partial(rotate, factor=factor)
+            # Computed again, as the norm: sines and cosines would wait beside the MLP's arrays.
+            if norm is not None:
+                rotate_both = jax.checkpoint(rotate_both)
+            query, key = (rotate_both(of, position_ids, rope_frequencies) for of in (query, key))
             query = record("attention/rotated_query", query, "batch", "seq", "heads", "head_dim")
             key = record("attention/rotated_key", key, "batch", "seq", "kv_heads", "head_dim")
         model = self.model
