@@ -91,14 +91,18 @@ def _streams(program: ResolvedProgram, sizes: DeviceSizes) -> tuple[float, float
     In the MLP: its input, the sum of the input's gradient, the gradient of its output, and the
     stream before the MLP's norm. Where the stream is gathered for the MLP, shards of the last two
     exist beside three gathered arrays. TPUs then also have attention's input, which they do not
-    gather again, and what a block adds to the sum. In attention: the stream and its gradient, and
-    partial sums where devices reduce them.
+    gather again, and what a block adds to the sum. Latent attention keeps its normed input
+    everywhere. In attention: the stream and its gradient, and partial sums where devices reduce
+    them.
     """
+    is_latent = program.model.latent_attention is not None
     if sizes.seq_residual == sizes.seq_in_block:
-        return 4, 2
+        return 4 + is_latent, 2
     shards = 2 * sizes.seq_residual / sizes.seq_in_block
     on_tpu = program.target.platform == "tpu"
-    return (5 if on_tpu else 3) + shards, 2 + shards + (2 if on_tpu else _PARTIAL_SUMS)
+    return 3 + (on_tpu or is_latent) + on_tpu + shards, 2 + shards + (
+        2 if on_tpu else _PARTIAL_SUMS
+    )
 
 
 def partial_sums(program: ResolvedProgram, sizes: DeviceSizes) -> float:

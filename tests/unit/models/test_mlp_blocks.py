@@ -91,6 +91,13 @@ def test_tensor_parallelism_has_blocks_of_the_columns_of_a_device():
     assert count(mesh=Mesh(fsdp=16, tensor=4), rules=rules[:2]) == 2
 
 
+def test_stages_that_do_not_divide_the_layers_have_one_block():
+    """Their arrays have rows of zeros, which the model's shapes do not: no layout is made."""
+    batch = Batch(global_batch_size=64, seq_len=4096, microbatches=4)
+    mesh = Mesh(data=16, stage=4)
+    assert count({"layers": 30}, mesh=mesh, rules=("data", "pipeline"), batch=batch) == 1
+
+
 def test_gradients_that_shard_other_columns_than_activations_have_one_block(tmp_path):
     rules = tmp_path / "gradients.toml"
     rules.write_text('[optimizer]\nmlp = "fsdp"\n[activations]\nbatch = "fsdp"\n')
