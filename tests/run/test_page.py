@@ -160,7 +160,8 @@ def test_charts_fill_the_width_and_nothing_is_wider(opened, width):
     )
 
 
-def test_unknown_is_never_shown_as_zero(browser, html, tmp_path):
+def test_unknown_is_never_shown_as_zero(browser, html, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a profile of this machine in the checkout would know it
     program = resolve(load_config(html.parent / "config.toml", ["program.target=cpu:16"]).program)
     page = tmp_path / "cpu.html"
     page.write_text(render_page("cpu", Answer(program, estimate(program), {})), encoding="utf-8")
