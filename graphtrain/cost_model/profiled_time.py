@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ def with_profile(
     program: ResolvedProgram,
     collectives: Iterable[Collective],
     record: Mapping[str, Any] | None,
-    moved_bytes: float,
+    moved_bytes: Callable[[], float],
 ) -> StepTime:
     """Return the time by the profile of this machine; without one, the time with the reason.
 
@@ -42,7 +42,8 @@ def with_profile(
         program: The program, with a native model.
         collectives: What its devices send, read from the compiled program or predicted.
         record: Record of the compiled program; None if it is not compiled.
-        moved_bytes: What an estimate takes a device to read and write outside of products.
+        moved_bytes: Returns what an estimate takes a device to read and write outside of products;
+            only called for an estimate at a profile's speeds.
 
     Raises:
         PlanError: the file of profiles cannot be read.
@@ -58,7 +59,7 @@ def with_profile(
         return replace(time, profile_note=f"{reason}; {_ADVICE}")
     try:
         if record is None:
-            return time_at_speeds_of(profile, time, program, collectives, moved_bytes)
+            return time_at_speeds_of(profile, time, program, collectives, moved_bytes())
         work = ProgramWork.from_record(record["work"])
         return _step_time(measured_time(work, collectives, profile, program.target.devices))
     except MissingKind as error:

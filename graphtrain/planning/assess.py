@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from graphtrain.cache import Cache
@@ -238,7 +239,7 @@ def _assessment(
         excess = compiled_excess(padded_program, flops, flash=flash, bubble=bubble)
     counted = expected_excess(program, flash=flash) if excess is None else excess
     time = step_time(padded_program, memory, collectives, bubble, flash=flash, excess=counted)
-    moved = moved_bytes(padded_program, memory, flash)
+    moved = partial(moved_bytes, padded_program, memory, flash)
     time = with_profile(time, padded_program, collectives, record, moved)
     seconds = time.total if time.is_complete else None
     return Assessment(

@@ -147,7 +147,7 @@ def _candidate(
         program, estimated_memory, collectives, bubble_of(program), achieved, flash, weights=weights
     )
     if attained is None:
-        moved = moved_bytes(program, estimated_memory, flash, weights)
+        moved = partial(moved_bytes, program, estimated_memory, flash, weights)
         estimated_time = with_profile(estimated_time, program, collectives, None, moved)
     seconds = estimated_time.total if estimated_time.is_complete else None
     utilization = mfu(program, seconds, causal=flash)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from graphtrain.cache import Cache
@@ -56,7 +57,7 @@ def predicted_time(program: ResolvedProgram, record: Mapping[str, Any] | None) -
             excess = compiled_excess(padded_program, flops, flash=flash, bubble=bubble)
     held = memory(padded_program)
     time = step_time(padded_program, held, collectives, bubble, flash=flash, excess=excess)
-    moved = moved_bytes(padded_program, held, flash)
+    moved = partial(moved_bytes, padded_program, held, flash)
     return with_profile(time, padded_program, collectives, record, moved)
 
 

@@ -182,7 +182,7 @@ def test_a_kind_of_loops_that_the_profile_lacks_is_measured_again(kind, vary, mo
         loop_seconds(lacking, made_up())
     monkeypatch.setattr(profiled_time, "current_profile", lambda: (made_up(), ""))
     program, work = vary(["program.target=cpu:2"]), replace(WORK, loops={lacking: 1})
-    time = with_profile(estimate(program).time, program, [], {"work": work.to_record()}, 0)
+    time = with_profile(estimate(program).time, program, [], {"work": work.to_record()}, lambda: 0)
     assert time.measured is None
     assert f"lacks loops of the kind {kind}" in time.profile_note
     assert "doctor --measure measures it again" in time.profile_note
@@ -221,18 +221,22 @@ def test_a_plan_uses_the_profile_of_this_machine_and_says_when_it_was_measured(
     without = estimate(program).time
     record = {"work": WORK.to_record()}
     monkeypatch.chdir(tmp_path)
-    assert "doctor --measure" in with_profile(without, program, [SENT], record, 0).profile_note
+    assert (
+        "doctor --measure" in with_profile(without, program, [SENT], record, lambda: 0).profile_note
+    )
     store_profile(
         tmp_path / "machine-profiles.json", replace(made_up(), cores=this_machine().cores)
     )
-    time = with_profile(without, program, [SENT], record, 0)
+    time = with_profile(without, program, [SENT], record, lambda: 0)
     assert time.is_complete and time.measured and not time.profile_note
     assert time.total == pytest.approx(time.measured.total.clock)
     assert time.measured.source.startswith("measured on 2026-01-02")
     processes = vary(["program.target=cpu:2x1"])
-    assert "between processes" in with_profile(without, processes, [], record, 0).profile_note
+    assert (
+        "between processes" in with_profile(without, processes, [], record, lambda: 0).profile_note
+    )
     accelerator = vary(["program.target=h100:2"])
-    assert with_profile(without, accelerator, [], record, 0) is without
+    assert with_profile(without, accelerator, [], record, lambda: 0) is without
 
 
 def test_a_step_that_is_not_compiled_is_estimated_at_the_speeds_of_the_profile(vary, monkeypatch):
@@ -240,7 +244,7 @@ def test_a_step_that_is_not_compiled_is_estimated_at_the_speeds_of_the_profile(v
     program = vary(["program.target=cpu:2", "program.mesh={data=2}", "program.model.remat=dots"])
     roofline = estimate(program).time
     monkeypatch.setattr(profiled_time, "current_profile", lambda: (made_up(), ""))
-    time = with_profile(roofline, program, [SENT], None, 10**9)
+    time = with_profile(roofline, program, [SENT], None, lambda: 10**9)
     flops = sum(part.computed for part in flops_by_part(program, flash=False))
     rate = 2 * 512**3 / 1e-3  # FLOP/s of a core, of both products
     assert time.compute == pytest.approx(flops / (2 * rate))
@@ -253,7 +257,7 @@ def test_a_step_that_is_not_compiled_is_estimated_at_the_speeds_of_the_profile(v
     printed = printed_text(lambda console: console.print(time_table(planned)))
     assert "lower bound" not in printed and "speeds measured on 2026-01-02" in printed
     narrow = vary(["program.target=cpu:2", "program.model.dtype=float32"])
-    without = with_profile(roofline, narrow, [SENT], None, 0)
+    without = with_profile(roofline, narrow, [SENT], None, lambda: 0)
     assert not without.speeds and without.profile_note == "no profile has measured f32"
 
 
