@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.graphs.weight_specs import trained_specs
 from graphtrain.models.in_place_gradients import adds_in_place
-from graphtrain.models.shapes import STACKS
+from graphtrain.models.shapes import STACKS, head_path
 from lowering.tracing.constrain import constrain_tree
 from lowering.tracing.summed_gradient import GradientStack, SummedGradient
 from lowering.trees import Tree, flatten, unflatten
@@ -54,7 +54,7 @@ def gradients_in_place(
         for path, spec in specs.items()
         if path.startswith("layers/") and len(spec.shape) - _leading_axes(spec) > 1
     }
-    path = "embedding/tokens" if program.model.tie_word_embeddings else "head"
+    path = head_path(program.model)
     head = {path: specs[path]} if has_chunks and not program.model.unit_norm_head else {}
     return {"stages": layers, "last": head}
 

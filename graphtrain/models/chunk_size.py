@@ -24,6 +24,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema.types import item_bytes
 from graphtrain.models.flops import step_flops_per_token
 from graphtrain.models.head_gradient_support import defers_gradients
+from graphtrain.models.shapes import head_path
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.plan import divisors, has_general_layout, make_layout
 
@@ -168,7 +169,7 @@ def _head_shards(program: ResolvedProgram) -> int:
 def _is_moved(program: ResolvedProgram, head: ArraySpec) -> bool:
     """Return whether rules of single arrays shard the head otherwise than others of its axes."""
     rules, mesh = program.rules, program.mesh
-    path = "embedding/tokens" if program.model.tie_word_embeddings else "head"
+    path = head_path(program.model)
     specs = head, replace(head, role="parameter")
     return not all(has_general_layout(path, spec, rules, mesh) for spec in specs)
 

@@ -32,6 +32,11 @@ def parameter_arrays(model: Model) -> dict[str, ArraySpec]:
     return arrays | _stack(model, "layers", model.layers, _main_mlp(model))
 
 
+def head_path(model: Model) -> str:
+    """Return the path of the LM head, which may be the embedding."""
+    return "embedding/tokens" if model.tie_word_embeddings else "head"
+
+
 def _main_mlp(model: Model) -> dict[str, ArraySpec]:
     return _mlp(model) if model.moe is None else _experts(model)
 

@@ -16,7 +16,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import Adapter, Model, Program
 from graphtrain.models.lora.quantize import QuantizationKind, block_size
 from graphtrain.models.matrices import matrix_axes
-from graphtrain.models.shapes import STACKS, parameter_arrays
+from graphtrain.models.shapes import STACKS, head_path, parameter_arrays
 from sharding_rules.arrays import ArraySpec
 from sharding_rules.errors import ShardingError
 from sharding_rules.rules import matches
@@ -166,7 +166,7 @@ def trains_head(program: Program) -> bool:
     Raises:
         ShardingError: a pattern of the adapter matches no array.
     """
-    head = "embedding/tokens" if program.model.tie_word_embeddings else "head"
+    head = head_path(program.model)
     adapter = program.adapter
     return adapter is None or head in fully_trained_paths(program.model, adapter)
 
