@@ -197,8 +197,8 @@ class Faults:
             gate_up = [faults.wrong_gradient("gradient of the MLP", each) for each in gate_up]
             return faults.activate(function, gate_up) * faults.factor("hidden")
 
-        def rotate(*inputs):
-            return faults.rotate(*inputs) * faults.factor("rotation")
+        def rotate(*inputs, **factors):
+            return faults.rotate(*inputs, **factors) * faults.factor("rotation")
 
         stack = mock.patch.multiple(attention, attend=attend, rotate=rotate)
         return (

@@ -41,7 +41,7 @@ from graphtrain.run.loop import TrainingLoop
 gc.disable()
 run = gt.train(config, callbacks=[Events()])
 # Without a cycle: a rewound run must not hold the weights of the loop before.
-loops = sum(isinstance(one, TrainingLoop) for one in gc.get_objects())
+loops = sum(type(one) is TrainingLoop for one in gc.get_objects())
 gc.enable()
 evaluation = gt.evaluate(run)
 text = gt.generate(run, "def ", max_tokens=3)
