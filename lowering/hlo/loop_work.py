@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowering.hlo.text import Computation, Instruction, arrays, item_bits, nbytes
+from lowering.hlo.text import Computation, HloModule, Instruction, arrays, item_bits, nbytes
 
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape", "broadcast",
@@ -44,7 +44,8 @@ FACTORIZATIONS = {"geqrf": "qr", "orgqr": "qr", "syevd": "eigh"}
 UNMEASURED = "LAPACK's "
 _REDUCTIONS = ("reduce", "reduce-window")
 _SLICES = ("dynamic-slice", "slice", "gather")
-_THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose")
+# What a loop contains that only transposes.
+_TRANSPOSITION = {"parameter", "bitcast", "copy", "reshape", "transpose"}
 # Kinds of moves, the one that takes longest first.
 _MOVES = ("transposed_aliased", "transposed", "permuted")
 _LAYOUT = re.compile(r"\{([\d,]+)[^}]*\}")
@@ -71,20 +72,43 @@ class LoopWork:
         return cls(record["bytes"], elements, record["partitions"])
 
 
-def plain_work(computation: Computation, instruction: Instruction, partitions: int) -> LoopWork:
-    """Return the work of an instruction outside of fusions."""
+def rounding_reducers(module: HloModule) -> frozenset[str]:
+    """Return the reducers that round every partial sum to bfloat16, which XLA:CPU computes slowly.
+
+    Each is a computation of scalars with a conversion, by its name.
+    """
+    return frozenset(
+        name
+        for name, one in module.computations.items()
+        if all(_count(each.shape) == 1 for each in one.instructions.values())
+        and any(_narrows(each) for each in one.instructions.values())
+    )
+
+
+def plain_work(
+    computation: Computation,
+    instruction: Instruction,
+    partitions: int,
+    rounding: Collection[str] = (),
+) -> LoopWork:
+    """Return the work of an instruction outside of fusions; `rounding` as for fused_work()."""
     moved = nbytes(instruction.shape) + sum(map(nbytes, computation.operand_shapes(instruction)))
     elements: Counter[str] = Counter()
-    if kind := _kind(computation, instruction):
+    if kind := _kind(computation, instruction, rounding):
         elements[kind] += _computed(computation, instruction)
     return LoopWork(moved, _sorted(elements), partitions)
 
 
-def fused_work(fused: Computation, partitions: int) -> LoopWork:
+def fused_work(fused: Computation, partitions: int, rounding: Collection[str] = ()) -> LoopWork:
     """Return the work of a fusion: each element of its instructions is computed once.
 
     An operand of which a loop reads slices counts with these alone, and an array that is updated
     in place counts with the update.
+
+    Args:
+        fused: The computation of the fusion.
+        partitions: Threads among which it is divided.
+        rounding: Reducers that round, from rounding_reducers().
     """
     results, in_place = _results(fused)
     users = _users(fused)
@@ -92,12 +116,10 @@ def fused_work(fused: Computation, partitions: int) -> LoopWork:
     counts = sum(map(_count, results)), *(_computed(fused, one) for one in reductions)
     elements: Counter[str] = Counter()
     moved = sum(map(nbytes, results))
-    if any(_kind(fused, fused.instructions[name]) == "to_bfloat16" for name in in_place):
-        elements["to_bfloat16"] += sum(map(_count, results))  # the update, after it was computed
     for one in fused.instructions.values():
         if one.opcode == "parameter":
             moved += _bytes_read(one, one, users, in_place)
-        elif one.name not in in_place and (kind := _kind(fused, one)):
+        elif one.name not in in_place and (kind := _kind(fused, one, rounding)):
             elements[kind] += min(_computed(fused, one), max(counts))
     return LoopWork(moved, _sorted(_moved_once(elements, fused)), partitions)
 
@@ -111,7 +133,7 @@ def _moved_once(elements: Counter[str], fused: Computation) -> Counter[str]:
     if moves:
         kind = next(kind for kind in _MOVES if kind in moves)
         opcodes = {one.opcode for one in fused.instructions.values()}
-        is_alone = kind != "permuted" and opcodes <= {"parameter", *_THROUGH} - {"convert"}
+        is_alone = kind != "permuted" and opcodes <= _TRANSPOSITION
         elements["transposed_alone" if is_alone else kind] += max(moves.values())
     return elements
 
@@ -135,15 +157,23 @@ def _results(fused: Computation) -> tuple[list[str], set[str]]:
 
 
 def _path_to_update(fused: Computation, name: str) -> list[str] | None:
-    """Return the instructions from a result to the dynamic-update-slice that it is; else None."""
+    """Return the instructions from a result to the update in place that it is; else None.
+
+    XLA:CPU updates only parameters in place. In bfloat16, which it converts to float32 and back
+    around a dynamic-update-slice, its loop writes the whole array again.
+    """
     path = _origins(fused, name)
-    return path if fused.instructions[path[-1]].opcode == "dynamic-update-slice" else None
+    update = fused.instructions[path[-1]]
+    if update.opcode != "dynamic-update-slice":
+        return None
+    updated = fused.instructions[_origins(fused, update.operands[0])[-1]]
+    return path if updated.opcode == "parameter" else None
 
 
 def _origins(fused: Computation, name: str) -> list[str]:
-    """Return an instruction and what it is, up to the first that does not only move or convert."""
+    """Return an instruction and what it is, up to the first that is no other name for its array."""
     path = [name]
-    while (one := fused.instructions[path[-1]]).opcode in _THROUGH:
+    while (one := fused.instructions[path[-1]]).opcode == "bitcast":
         path.append(one.operands[0])
     return path
 
@@ -164,7 +194,7 @@ def _bytes_read(
     in_place: set[str],
 ) -> int:
     """Return the bytes of a parameter that are read through a value that it is."""
-    read = 0
+    read = 0 if users[value.name] else nbytes(parameter.shape)  # the result
     for user, index in users[value.name]:
         if user.opcode in _SLICES and index == 0:
             read += _count(user.shape) * _item_bytes(parameter.shape)
@@ -177,23 +207,41 @@ def _bytes_read(
     return min(read, nbytes(parameter.shape))
 
 
-def _kind(computation: Computation, one: Instruction) -> str | None:
+def _kind(computation: Computation, one: Instruction, rounding: Collection[str] = ()) -> str | None:
     """Return the kind of an instruction's work, by which a profile has its seconds; None: free."""
     opcode = one.opcode
     if opcode in FUNCTIONS:
         return FUNCTIONS[opcode]
+    if opcode == "broadcast" and _repeats_bfloat16(one):
+        return "repeat_bfloat16"
     if opcode in _FREE:
         return None
+    if _narrows(one):
+        return "to_bfloat16"
     if opcode == "convert":
-        narrows = arrays(one.shape)[0][0] == "bf16"
-        return "to_bfloat16" if narrows else None
+        return None
     if opcode in ("copy", "transpose"):
         return _kind_of_move(computation, one)
     if opcode in _REDUCTIONS:
-        return "reduce"
+        return "reduce_bfloat16" if one.attribute("to_apply") in rounding else "reduce"
     if lapack := _lapack_routine(one):
         return FACTORIZATIONS.get(lapack, UNMEASURED + lapack)
     return "arithmetic"
+
+
+def _narrows(one: Instruction) -> bool:
+    if one.opcode == "reduce-precision":
+        return "mantissa_bits=7" in one.rest
+    return one.opcode == "convert" and arrays(one.shape)[0][0] == "bf16"
+
+
+def _repeats_bfloat16(broadcast: Instruction) -> bool:
+    """Return true if neighbours in a bfloat16 result are one value; XLA:CPU stores each alone."""
+    minor = _minor(broadcast.shape)
+    if minor is None or arrays(broadcast.shape)[0][0] != "bf16":
+        return False
+    found = _DIMENSIONS.search(broadcast.rest)
+    return found is None or str(minor) not in found[1].split(",")
 
 
 def _lapack_routine(one: Instruction) -> str | None:

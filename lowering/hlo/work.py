@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from lowering.hlo.collectives import COLLECTIVE_OPS
 from lowering.hlo.conditionals import branches, fraction_taken
-from lowering.hlo.loop_work import LoopWork, fused_work, plain_work
+from lowering.hlo.loop_work import LoopWork, fused_work, plain_work, rounding_reducers
 from lowering.hlo.text import Computation, HloModule, Instruction, arrays, parse
 from lowering.hlo.trip_counts import trip_count
 
@@ -106,6 +106,7 @@ class _Reader:
 
     def __init__(self, module: HloModule) -> None:
         self.module = module
+        self.rounding = rounding_reducers(module)
         self.products: dict[Product, Fraction] = defaultdict(Fraction)
         self.loops: dict[LoopWork, Fraction] = defaultdict(Fraction)
         self.launches = self.iterations = Fraction(0)
@@ -147,9 +148,9 @@ class _Reader:
         if not products:
             partitions = _partitions(instruction)
             if fused is not None:
-                loop = fused_work(fused, partitions)
+                loop = fused_work(fused, partitions, self.rounding)
             else:
-                loop = plain_work(computation, instruction, partitions)
+                loop = plain_work(computation, instruction, partitions, self.rounding)
             self.loops[loop] += times
 
 

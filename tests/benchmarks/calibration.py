@@ -65,7 +65,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[int, 
     "mixture, one device": ("cpu:1", {}, LLAMA | MIXTURE | {"remat": "none"}, (8, 128)),
     "imported Llama": ("cpu:2", {"fsdp": 2}, {"hf": str(ROOT / "examples/hf-llama")}, (8, 128)),
 }
-SEEN = [*CONFIGURATIONS][:6]
+SEEN = [*list(CONFIGURATIONS)[:6], "imported Llama"]
 # Meshes of one model on 4 devices, of which a search would choose one.
 MESHES = {
     " x ".join(f"{axis} {size}" for axis, size in mesh.items()): (

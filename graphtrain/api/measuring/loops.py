@@ -52,8 +52,8 @@ def measure_functions(
     return (*found, *(_moved(kind, *case, launch) for kind, case in _cases().items()))
 
 
-# Functions of numbers between 0.1 and 1, with the number of operations in each. Arithmetic is many,
-# so that memory does not count.
+# Functions of numbers between 0.1 and 1, with the number of operations in each. Arithmetic and
+# conversions are many, so that memory does not count.
 _FUNCTIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {
     "arithmetic": (lambda x: _polynomial(x, 8), 16),
     "exp": (jnp.exp, 1),
@@ -66,7 +66,7 @@ _FUNCTIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {
     "sine": (jnp.sin, 1),
     "power": (lambda x: jnp.power(x, 0.9), 1),
     "divide": (lambda x: 1.0 / x, 1),
-    "to_bfloat16": (lambda x: x.astype(jnp.bfloat16), 1),
+    "to_bfloat16": (lambda x: _rounded(x, 8), 9),
 }
 
 
@@ -75,6 +75,13 @@ def _polynomial(x: jax.Array, degree: int) -> jax.Array:
     for power in range(degree):
         total = total * x + 0.1 * power
     return total
+
+
+def _rounded(x: jax.Array, times: int) -> jax.Array:
+    """Multiply in bfloat16, which a CPU does in float32 with a conversion of each product."""
+    for index in range(times):
+        x = x.astype(jnp.bfloat16) * jnp.bfloat16(1 + index / 64)
+    return x.astype(jnp.bfloat16)
 
 
 def _function(
@@ -88,14 +95,16 @@ def _function(
 
 def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]]:
     """Return function, arguments and number of elements of each kind of loop."""
-    matrix, keys = jnp.ones((_ROWS, 256)), jnp.arange(_ROWS << 4)[::-1]
+    matrix, keys = jnp.ones((4 * _ROWS, 256)), jnp.arange(_ROWS << 4)[::-1]
     stacked, aliased = jnp.ones((4, _ROWS, 320)), jnp.ones((4, _ROWS, 512))
     narrow, heads = matrix.astype(jnp.bfloat16), jnp.ones((_ROWS, 5, 64), jnp.bfloat16)
     squares = jnp.stack([jnp.eye(_ORDER) + 1 / (1 + jnp.arange(_ORDER))] * 2)
     factored = _ORDER * squares.size
-    indices = (jnp.arange(_ROWS) * 7919) % _ROWS
+    indices = (jnp.arange(len(matrix)) * 7919) % len(matrix)
     return {
         "reduce": (lambda x: x.sum(1), (matrix,), matrix.size),
+        "reduce_bfloat16": (_sum_in_bfloat16, (narrow,), narrow.size),
+        "repeat_bfloat16": (_repeated, (jnp.bfloat16(1),), _ELEMENTS),
         "transposed": (_transposed_slice, (stacked, jnp.int32(1)), _ROWS * 320),
         "transposed_aliased": (_transposed_slice, (aliased, jnp.int32(1)), _ROWS * 512),
         "transposed_alone": (lambda x: x.T.copy(), (narrow,), narrow.size),
@@ -108,6 +117,16 @@ def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]]:
         "eigh": (jnp.linalg.eigh, (squares,), factored),
         "sort": (jnp.argsort, (keys,), round(keys.size * jnp.log2(keys.size).item())),
     }
+
+
+def _sum_in_bfloat16(x: jax.Array) -> jax.Array:
+    """Sum over rows with partial sums in bfloat16, as gradients of PyTorch's products are."""
+    return jax.lax.reduce(x, jnp.zeros((), x.dtype), jax.lax.add, (0,))
+
+
+def _repeated(x: jax.Array) -> jax.Array:
+    """Fill an array, as loops over layers do with those that they later store into."""
+    return jnp.broadcast_to(x, (_ELEMENTS,))
 
 
 def _transposed_slice(stacked: jax.Array, index: jax.Array) -> jax.Array:

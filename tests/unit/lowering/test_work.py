@@ -1,6 +1,7 @@
 """Work of a compiled CPU program: products, loops, launches, with trip counts."""
 
 import json
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -115,16 +116,53 @@ def test_a_record_has_the_whole_work():
     assert work.arrays == 3 + 2
 
 
-def test_moves_are_told_apart_and_an_update_is_rounded_alone():
+def test_moves_are_told_apart():
     computations = parse(PROGRAM).computations
-    heads, alone, narrow = (
-        dict(fused_work(computations[f"fused_{name}"], 1).elements)
-        for name in ("heads", "alone", "narrow")
+    heads, alone = (
+        dict(fused_work(computations[f"fused_{name}"], 1).elements) for name in ("heads", "alone")
     )
     assert heads == {"permuted": 4 * 8 * 64}
     assert alone == {"transposed_alone": 300 * 8}
-    assert narrow == {"to_bfloat16": 8}
-    assert fused_work(computations["fused_narrow"], 1).bytes == 8 * (4 + 2) + 4
+
+
+def test_an_update_that_is_converted_is_not_in_place():
+    narrow = fused_work(parse(PROGRAM).computations["fused_narrow"], 1)
+    assert dict(narrow.elements) == {"arithmetic": 4 * 8, "to_bfloat16": 4 * 8}
+    assert narrow.bytes == 2 * (4 * 8 * 2) + 8 * 4 + 4
+
+
+def test_a_conversion_alone_reads_its_operand():
+    text = """\
+HloModule m
+
+%fused (p0: bf16[64]) -> f32[64] {
+  %p0 = bf16[64]{0} parameter(0)
+  ROOT %wide = f32[64]{0} convert(%p0)
+}
+
+ENTRY %main (p0: bf16[64]) -> f32[64] {
+  %p0 = bf16[64]{0} parameter(0)
+  ROOT %wide = f32[64]{0} fusion(%p0), kind=kLoop, calls=%fused
+}
+"""
+    assert [*read_work(text).loops] == [LoopWork(64 * (2 + 4), (), 1)]
+
+
+def test_compiled_loops_that_are_slow_in_bfloat16_have_kinds_of_their_own():
+    narrow = jnp.ones((512, 256), jnp.bfloat16)
+
+    def kinds(function, *arguments):
+        work = read_work(jax.jit(function).lower(*arguments).compile().as_text())
+        return Counter(kind for loop in work.loops for kind, count in loop.elements if count > 2000)
+
+    def summed(x):
+        return jax.lax.reduce(x, jnp.zeros((), x.dtype), jax.lax.add, (0,))
+
+    assert kinds(summed, narrow)["reduce_bfloat16"]
+    assert kinds(summed, narrow.astype(jnp.float32)) == {"reduce": 1}
+    assert kinds(lambda: jnp.zeros((4, 512), jnp.bfloat16)) == {"repeat_bfloat16": 1}
+    assert not kinds(lambda: jnp.zeros((4, 512)))
+    assert kinds(lambda x: jax.lax.reduce_precision(2 * x, 8, 7), jnp.ones(4096))["to_bfloat16"]
 
 
 def test_a_reduction_in_windows_counts_with_what_it_reads():

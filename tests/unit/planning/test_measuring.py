@@ -36,7 +36,8 @@ def test_every_kind_of_loops_is_measured(monkeypatch):
     measured = {one.kind for one in loops.measure_functions(0.0, lambda subject: None)}
     moves = {"transposed", "transposed_aliased", "transposed_alone", "permuted"}
     functions = {*FUNCTIONS.values(), *FACTORIZATIONS.values()}
-    assert measured == {*functions, *moves, "arithmetic", "reduce", "to_bfloat16"}
+    narrow = {"to_bfloat16", "reduce_bfloat16", "repeat_bfloat16"}
+    assert measured == {*functions, *moves, *narrow, "arithmetic", "reduce"}
 
 
 def test_products_of_large_operands_read_them_from_memory_and_small_ones_from_the_cache(
