@@ -28,6 +28,7 @@ from sharding_rules.documents import DocumentError, read_object
 FILE = "machine-profiles.json"
 _VERSION = 4
 BUSY = 0.1  # share of the cores that others may use; above it, times are theirs, too
+SLOW = 0.1  # share of runs with slower cores; above it, a plan says so
 # Bytes from which on the arrays of an operation are taken to come from memory: they were written a
 # layer or a step ago, while a measurement that repeats one operation finds them in the cache.
 CACHED_BYTES = 1 << 18
@@ -102,6 +103,7 @@ class MachineProfile:
     functions: tuple[MeasuredFunction, ...]
     overheads: Mapping[str, Measured]  # launch, iteration, step, array
     collectives: tuple[MeasuredCollective, ...]
+    slow: _Share = 0.0  # share of the runs in which a core was slower than at its best
 
     @property
     def source(self) -> str:
@@ -111,6 +113,8 @@ class MachineProfile:
             busy = ", without knowing what others used of the cores"
         elif self.busy > BUSY:
             busy = f", while others used {self.busy:.0%} of the cores"
+        if self.slow > SLOW:
+            busy += f", with slower cores in {self.slow:.0%} of the runs"
         return f"measured on {self.measured_at[:10]} with jax {self.versions['jax']}{busy}"
 
     @property

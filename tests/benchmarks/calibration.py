@@ -7,8 +7,10 @@ compiled, planned and trained in a process of its own: the median of five runs o
 processor time of the process and by the clock. Nothing of the time model is fitted to steps; what
 was looked at while it was written is marked, the other configurations are held out.
 
-A virtual machine's speed differs between minutes. With --rounds 5, each round measures a new
-machine profile and then takes every configuration once more; the row has the medians of rounds.
+A virtual machine's speed differs between minutes. Runs in which another machine on the host slows a
+core are taken again, for two minutes at most; how many were not is in the file. With --rounds 5,
+each round measures a new machine profile and then takes every configuration once more; the row has
+the medians of rounds.
 """
 
 import argparse
@@ -29,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "graphs"))
 from rank_correlation import spearman
 
 RUNS, STEPS = 5, 4
+PATIENCE = 120.0  # seconds that a configuration waits for cores at full speed, runs included
 TOLERANCE = 0.15  # of the measured processor time
 LLAMA = {"layers": 4, "embed": 192, "heads": 6, "kv_heads": 2, "mlp": 512, "vocab": 4096}
 WIDE = {"layers": 4, "embed": 512, "heads": 8, "kv_heads": 8, "mlp": 1408, "vocab": 8192}
@@ -159,6 +162,7 @@ class Program:
 
 def measure(name: str) -> dict[str, Any]:
     """Compile a configuration, predict its step and take steps, in this process."""
+    from graphtrain.api.measuring.core_speed import CoreSpeed
     from lowering.machine import host
     from lowering.machine.memory_pages import use_huge_pages
 
@@ -170,8 +174,12 @@ def measure(name: str) -> dict[str, Any]:
     if merging := use_huge_pages():
         merging.join()
     program.take(1)
-    processor, clock = zip(*(program.take(STEPS) for _ in range(RUNS)), strict=True)
+    speed = CoreSpeed(patience=PATIENCE)
+    speed.watch(1.0)
+    runs = [at_full_speed(program, speed) for _ in range(RUNS)]
+    processor, clock = zip(*runs, strict=True)
     return {
+        "slow_runs": speed.slow,
         "source": predicted.source,
         "processor": statistics.median(processor),
         "spread": (max(processor) - min(processor)) / statistics.median(processor),
@@ -182,6 +190,18 @@ def measure(name: str) -> dict[str, Any]:
         "loops": predicted.loops.processor,
         "communication": sum(one.processor for one in predicted.communication.values()),
     }
+
+
+def at_full_speed(program: Program, speed: Any) -> tuple[float, float]:
+    """Take steps while no neighbour on the host slows a core; else the last that were taken."""
+    while True:
+        full = speed.wait()
+        seconds = program.take(STEPS)
+        full = full and speed.is_full()
+        if full or speed.patience <= 0:
+            speed.count(full)
+            return seconds
+        speed.patience -= STEPS * seconds[1]
 
 
 def in_process(name: str) -> dict[str, Any]:

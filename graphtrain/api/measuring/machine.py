@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from graphtrain.api.measuring.core_speed import CoreSpeed
 from graphtrain.cost_model.machine_profile import (
     BUSY,
     MachineProfile,
@@ -29,12 +29,16 @@ from sharding_rules.documents import parse_object
 
 _WATCHED_SECONDS = 2.0
 _DEVICES = (1, 2, 4, 8)  # of which collectives are measured, from 2 on
+_PATIENCE = (120.0, 20.0)  # seconds to wait for cores at full speed, with one device and several
 
 
 def measure_machine(
     observe: Callable[[str], None] = lambda subject: None, *, even_if_busy: bool = False
 ) -> MachineProfile:
-    """Measure this machine's CPU, which takes about a minute.
+    """Measure this machine's CPU, which takes a minute or two.
+
+    Where others on the host of a virtual machine slow its cores, it takes up to three minutes more:
+    measurements then wait for the full speed.
 
     Args:
         observe: called with what is measured next.
@@ -43,15 +47,17 @@ def measure_machine(
     Raises:
         PlanError: other processes use the cores, before or meanwhile, or a measurement failed.
     """
+    speed = CoreSpeed()
     if not even_if_busy:
         before = CoreUse.now()
-        time.sleep(_WATCHED_SECONDS)
+        speed.watch(_WATCHED_SECONDS)
         _refuse_busy(used_by_others(before), "use")
     before = CoreUse.now()
-    found: dict[str, Any] = {"collectives": []}
+    found: dict[str, Any] = {"collectives": [], "slow": 0.0}
     for devices in _DEVICES:
-        measured = _in_process(devices, observe)
+        measured = _in_process(devices, speed.least, observe)
         found["collectives"] += measured.pop("collectives", [])
+        found["slow"] = round(max(found["slow"], measured.pop("slow")), 3)
         found |= measured
     busy = used_by_others(before)
     if not even_if_busy:
@@ -140,9 +146,10 @@ def used_by_others(before: CoreUse | None) -> float | None:
     return max(0.0, others) / everything if everything else 0.0
 
 
-def _in_process(devices: int, observe: Callable[[str], None]) -> dict[str, Any]:
+def _in_process(devices: int, least: float, observe: Callable[[str], None]) -> dict[str, Any]:
     """Measure in a process with a number of devices; it is ended if waiting for it is."""
-    command = [sys.executable, "-m", "graphtrain.api.measuring.worker", str(devices)]
+    worker = [sys.executable, "-m", "graphtrain.api.measuring.worker"]
+    command = [*worker, str(devices), str(least), str(_PATIENCE[devices > 1])]
     # A file, because nothing reads a pipe until the process has ended its messages.
     with (
         tempfile.TemporaryFile("w+") as output,

@@ -1,8 +1,9 @@
 """Process that measures with a number of devices, which JAX fixes when it starts.
 
-    python -m graphtrain.api.measuring.worker DEVICES
+    python -m graphtrain.api.measuring.worker DEVICES LEAST PATIENCE
 
-It writes one JSON object to stdout, and what it measures next to stderr.
+LEAST and PATIENCE are of core_speed.CoreSpeed. It writes one JSON object to stdout, and what it
+measures next to stderr.
 """
 
 import dataclasses
@@ -14,12 +15,18 @@ from lowering.machine import host
 from lowering.machine.target import Target
 
 
-def measured(devices: int) -> dict[str, Any]:
+def measured(devices: int, least: float, patience: float) -> dict[str, Any]:
     """Measure with a number of devices: everything with one, collectives with several."""
     import lowering.xla.backend as xla
+    from graphtrain.api.measuring.timing import SPEED
 
     host.retain_freed_memory()  # as a run does
     xla.devices(Target("cpu", (devices,)))
+    SPEED.least, SPEED.patience = least, patience
+    return _measured(devices) | {"slow": SPEED.slow_share}
+
+
+def _measured(devices: int) -> dict[str, Any]:
     if devices > 1:
         from graphtrain.api.measuring.collectives import measure_collectives
 
@@ -47,4 +54,5 @@ def _report(subject: str) -> None:
 
 
 if __name__ == "__main__":
-    json.dump(measured(int(sys.argv[1])), sys.stdout, default=dataclasses.asdict)
+    found = measured(int(sys.argv[1]), *map(float, sys.argv[2:]))
+    json.dump(found, sys.stdout, default=dataclasses.asdict)

@@ -9,7 +9,8 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from graphtrain.api.measuring import loops, machine, products, timing
+from graphtrain.api.measuring import core_speed, loops, machine, products, timing
+from graphtrain.api.measuring.core_speed import CoreSpeed
 from graphtrain.cli.doctor import command
 from graphtrain.cost_model.machine_profile import (
     CACHED_BYTES,
@@ -94,13 +95,53 @@ def test_a_machine_that_others_use_meanwhile_is_refused_or_recorded(monkeypatch)
     shares = iter([0.0, 0.3, 0.3, None, None])
     monkeypatch.setattr(machine, "used_by_others", lambda before: next(shares))
     monkeypatch.setattr(machine, "_WATCHED_SECONDS", 0.0)
-    monkeypatch.setattr(machine, "_in_process", lambda devices, observe: {})
+    monkeypatch.setattr(machine, "_in_process", lambda *rest: {"slow": 0.0})
     with pytest.raises(PlanError, match="other processes used 30% of the cores"):
         machine.measure_machine()
     recorded = machine.measure_machine(even_if_busy=True)
     assert recorded.source.endswith("while others used 30% of the cores")
     with pytest.raises(PlanError, match="does not say whether other processes use the cores"):
         machine.measure_machine()
+
+
+def test_runs_are_taken_again_until_no_core_is_slowed(monkeypatch):
+    """A neighbour slows one core at every second look; a second of one run is its number."""
+    looks, runs = iter([1.0, 1.5, 1.0, 1.0]), iter([1.0, 2.0])
+    monkeypatch.setattr(core_speed, "_on", lambda cpu: look)
+    monkeypatch.setattr(core_speed.host, "usable_cpus", lambda: {0})
+    is_full = CoreSpeed.is_full
+
+    def looked(speed):
+        nonlocal look
+        look = next(looks)
+        return is_full(speed)
+
+    look = 1.0
+    monkeypatch.setattr(CoreSpeed, "is_full", looked)
+    monkeypatch.setattr(timing, "SPEED", CoreSpeed(patience=1.0))
+    monkeypatch.setattr(timing, "_seconds", lambda *run: next(runs))
+    assert timing._at_full_speed(len, iter(()), 1) == 2.0
+    assert (timing.SPEED.runs, timing.SPEED.slow) == (1, 0)
+
+
+def test_without_patience_a_run_with_a_slowed_core_counts_and_is_said(monkeypatch):
+    speed = CoreSpeed(least=1.0)
+    monkeypatch.setattr(core_speed, "_on", lambda cpu: 1.0 + cpu)
+    monkeypatch.setattr(core_speed.host, "usable_cpus", lambda: {0, 1})
+    monkeypatch.setattr(timing, "SPEED", speed)
+    monkeypatch.setattr(timing, "_seconds", lambda *run: 7.0)
+    assert timing._at_full_speed(len, iter(()), 1) == 7.0
+    assert (speed.runs, speed.slow, speed.slow_share) == (1, 1, 1.0)
+    assert "with slower cores in 100% of the runs" in this_machine(slow=speed.slow_share).source
+    assert "slower" not in this_machine(slow=0.05).source
+
+
+def test_a_look_at_the_cores_leaves_the_thread_where_it_may_run():
+    allowed = core_speed.host.usable_cpus()
+    speed = CoreSpeed()
+    speed.watch(0.0)
+    speed.is_full()
+    assert core_speed.host.usable_cpus() == allowed and 0 < speed.least < 1
 
 
 def test_only_the_cores_of_this_process_are_watched(monkeypatch):
@@ -130,7 +171,7 @@ def test_a_measurement_ends_with_the_command(monkeypatch):
 
     monkeypatch.setattr(machine, "_messages", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        machine._in_process(1, lambda subject: None)
+        machine._in_process(1, 1.0, lambda subject: None)
     assert started[0].returncode == -signal.SIGKILL
 
 
@@ -161,7 +202,7 @@ def test_the_output_of_a_measuring_process_may_be_long(status, tmp_path, monkeyp
     monkeypatch.setattr(sys, "executable", str(worker))
     if status:
         with pytest.raises(PlanError, match="measures 2 devices failed: measuring products"):
-            machine._in_process(2, observed.append)
+            machine._in_process(2, 1.0, observed.append)
     else:
-        assert machine._in_process(2, observed.append) == {"long": "0" * 200_000}
+        assert machine._in_process(2, 1.0, observed.append) == {"long": "0" * 200_000}
     assert observed == ["products", "memory"]

@@ -1,0 +1,88 @@
+"""Speed of the cores. A neighbour on the host of a virtual machine takes part of it, unseen.
+
+Two virtual CPUs of different machines may share a core: while the other works, this one takes
+half as long again for the same work, and no counter of the system shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+from lowering.machine import host
+
+_STEPS = 12_000  # of the fixed computation, about a millisecond
+_SLOWER = 1.15  # times the least, which variation does not reach
+_PROBED = 8  # cores at most
+_PAUSE = 0.05  # seconds
+
+
+@dataclass
+class CoreSpeed:
+    """Seconds that a fixed computation takes on each core, beside the least that was ever seen.
+
+    Attributes:
+        least: Least seconds, from this process or from another on this machine.
+        patience: Seconds that this process still waits for the full speed.
+        runs: Runs that took place.
+        slow: Those of them in which a core was slower.
+    """
+
+    least: float = float("inf")
+    patience: float = 0.0
+    runs: int = 0
+    slow: int = 0
+
+    @property
+    def slow_share(self) -> float:
+        """Share of the runs in which a core was slower."""
+        return self.slow / self.runs if self.runs else 0.0
+
+    def is_full(self) -> bool:
+        """Return whether every core takes about the least time that any has taken."""
+        seconds = [self._seconds(cpu) for cpu in sorted(host.usable_cpus())[:_PROBED]]
+        self.least = min(self.least, *seconds)
+        return max(seconds) <= _SLOWER * self.least
+
+    def wait(self) -> bool:
+        """Wait until the cores have their full speed, as long as there is patience; return it."""
+        while not (full := self.is_full()) and self.patience > 0:
+            time.sleep(_PAUSE)
+            self.patience -= _PAUSE
+        return full
+
+    def watch(self, seconds: float) -> None:
+        """Look for the least time for some seconds."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.is_full()
+
+    def count(self, full: bool) -> None:
+        """Count a run, during which the cores had their full speed or had not."""
+        self.runs += 1
+        self.slow += not full
+
+    def _seconds(self, cpu: int) -> float:
+        """Return the seconds of the computation on one CPU; of two, if the first was slow."""
+        seconds = _on(cpu)
+        return seconds if seconds <= _SLOWER * self.least else min(seconds, _on(cpu))
+
+
+def _on(cpu: int) -> float:
+    """Return the processor seconds of the computation in this thread, on one CPU."""
+    allowed = host.usable_cpus()
+    if not hasattr(os, "sched_setaffinity"):
+        return _computation()
+    os.sched_setaffinity(0, {cpu})  # of this thread alone
+    try:
+        return _computation()
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def _computation() -> float:
+    began, total = time.thread_time(), 0
+    for index in range(_STEPS):
+        total += index * index
+    return time.thread_time() - began
