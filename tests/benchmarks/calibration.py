@@ -3,9 +3,9 @@
     python tests/benchmarks/calibration.py [--rounds N] [--ranks] [--only NAME] [--json FILE]
 
 Twelve configurations of different sizes, meshes, dtypes, checkpointing and models. Each one is
-compiled, planned and trained in a process of its own: the median of five runs of four steps, in
-processor time of the process and by the clock. Nothing of the time model is fitted to steps; what
-was looked at while it was written is marked, the other configurations are held out.
+compiled, planned and trained in a process of its own: the median of five runs of one to four steps,
+in processor time of the process and by the clock. Nothing of the time model is fitted to steps;
+what was looked at while it was written is marked, the other configurations are held out.
 
 A virtual machine's speed differs between minutes. Runs in which another machine on the host slows a
 core are taken again, for two minutes at most; how many were not is in the file. With --rounds 5,
@@ -30,7 +30,8 @@ from measuring import ENVIRONMENT, ROOT, finish
 sys.path.insert(0, str(Path(__file__).parents[1] / "graphs"))
 from rank_correlation import spearman
 
-RUNS, STEPS = 5, 4
+RUNS, STEPS = 5, 4  # steps at most
+RUN_SECONDS = 1.5  # of a run, if more than one step fits
 PATIENCE = 120.0  # seconds that a configuration waits for cores at full speed, runs included
 TOLERANCE = 0.15  # of the measured processor time
 LLAMA = {"layers": 4, "embed": 192, "heads": 6, "kv_heads": 2, "mlp": 512, "vocab": 4096}
@@ -173,10 +174,11 @@ def measure(name: str) -> dict[str, Any]:
     program.take(1)
     if merging := use_huge_pages():
         merging.join()
-    program.take(1)
+    _, clock_seconds = program.take(1)
+    steps = max(1, min(STEPS, round(RUN_SECONDS / clock_seconds)))
     speed = CoreSpeed(patience=PATIENCE)
     speed.watch(1.0)
-    runs = [at_full_speed(program, speed) for _ in range(RUNS)]
+    runs = [at_full_speed(program, steps, speed) for _ in range(RUNS)]
     processor, clock = zip(*runs, strict=True)
     return {
         "slow_runs": speed.slow,
@@ -192,16 +194,16 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def at_full_speed(program: Program, speed: Any) -> tuple[float, float]:
+def at_full_speed(program: Program, steps: int, speed: Any) -> tuple[float, float]:
     """Take steps while no neighbour on the host slows a core; else the last that were taken."""
     while True:
         full = speed.wait()
-        seconds = program.take(STEPS)
+        seconds = program.take(steps)
         full = full and speed.is_full()
         if full or speed.patience <= 0:
             speed.count(full)
             return seconds
-        speed.patience -= STEPS * seconds[1]
+        speed.patience -= steps * seconds[1]
 
 
 def in_process(name: str) -> dict[str, Any]:
