@@ -16,8 +16,8 @@ from graphtrain.cli.options import cache_option, json_option
 @click.option(
     "--measure",
     is_flag=True,
-    help="Measure products, memory, functions and collectives of this machine's CPU, about a "
-    "minute, and store them in machine-profiles.json, which plans for cpu:N use.",
+    help="Measure products, memory, functions and collectives of this machine's CPU, in a "
+    "minute or two, and store them in machine-profiles.json, which plans for cpu:N use.",
 )
 @click.option(
     "--even-if-busy",

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lowering.hlo.element_order import dimensions, kind_of_move, minor
 from lowering.hlo.text import Computation, HloModule, Instruction, arrays, item_bits, nbytes
 
 _FREE = {
@@ -48,9 +49,6 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 _TRANSPOSITION = {"parameter", "bitcast", "copy", "reshape", "transpose"}
 # Kinds of moves, the one that takes longest first.
 _MOVES = ("transposed_aliased", "transposed", "permuted")
-_LAYOUT = re.compile(r"\{([\d,]+)[^}]*\}")
-_DIMENSIONS = re.compile(r"dimensions=\{([\d,]*)\}")
-_ALIASED = 256  # elements: rows this far apart, or a multiple, share few sets of the first cache
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,7 @@ def _kind(computation: Computation, one: Instruction, rounding: Collection[str] 
     if opcode == "convert":
         return None
     if opcode in ("copy", "transpose"):
-        return _kind_of_move(computation, one)
+        return kind_of_move(computation, one)
     if opcode in _REDUCTIONS:
         return "reduce_bfloat16" if one.attribute("to_apply") in rounding else "reduce"
     if lapack := _lapack_routine(one):
@@ -237,57 +235,16 @@ def _narrows(one: Instruction) -> bool:
 
 def _repeats_bfloat16(broadcast: Instruction) -> bool:
     """Return true if neighbours in a bfloat16 result are one value; XLA:CPU stores each alone."""
-    minor = _minor(broadcast.shape)
-    if minor is None or arrays(broadcast.shape)[0][0] != "bf16":
+    neighbours = minor(broadcast.shape)
+    if neighbours is None or arrays(broadcast.shape)[0][0] != "bf16":
         return False
-    found = _DIMENSIONS.search(broadcast.rest)
-    return found is None or str(minor) not in found[1].split(",")
+    return neighbours not in (dimensions(broadcast) or ())
 
 
 def _lapack_routine(one: Instruction) -> str | None:
     """Return the routine of LAPACK that an instruction calls, without the letter of its dtype."""
     called = _LAPACK.search(one.rest) if one.opcode == "custom-call" else None
     return called and called[1]
-
-
-def _kind_of_move(computation: Computation, one: Instruction) -> str | None:
-    """Return how an instruction moves elements; None if it keeps their order.
-
-    "transposed": neighbours in the result are none in the operand. "permuted": runs of neighbours
-    are in another order.
-    """
-    shapes = computation.operand_shapes(one)
-    if not shapes:
-        return None
-    minor, source_minor = _minor(one.shape), _minor(shapes[0])
-    if minor is None or source_minor is None:
-        return None
-    if one.opcode == "transpose" and (found := _DIMENSIONS.search(one.rest)):
-        minor = [int(index) for index in found[1].split(",")][minor]
-    if minor == source_minor:
-        return None if _order(one) == _layout(shapes[0]) else "permuted"
-    _, sizes = arrays(shapes[0])[0]
-    return "transposed" if sizes[source_minor] % _ALIASED else "transposed_aliased"
-
-
-def _order(one: Instruction) -> list[int]:
-    """Return the operand's dimensions in the order of the result's memory, fastest first."""
-    order = _layout(one.shape)
-    if one.opcode == "transpose" and (found := _DIMENSIONS.search(one.rest)):
-        dimensions = [int(index) for index in found[1].split(",")]
-        return [dimensions[index] for index in order]
-    return order
-
-
-def _layout(shape: str) -> list[int]:
-    found = _LAYOUT.search(shape)
-    return [int(index) for index in found[1].split(",")] if found else []
-
-
-def _minor(shape: str) -> int | None:
-    """Return the dimension whose elements are neighbours in memory; None of a scalar."""
-    layout = _layout(shape)
-    return layout[0] if layout else None
 
 
 def _computed(computation: Computation, one: Instruction) -> int:
