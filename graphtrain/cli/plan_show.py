@@ -185,7 +185,7 @@ def show(
     else:
         plan_answer.print(console())
         if work.tokens is not None:
-            click.echo(work.sentence(cost_of(plan_answer, work)))
+            click.echo(work.sentence(_cost(plan_answer, work)))
         _print_imported(program, cache)
         print_fallbacks(checked)
     if not plan_answer.fits:
@@ -265,10 +265,11 @@ def _print_causes(plan_answer: "Answer") -> None:
     click.echo(reason)
 
 
-def cost_of(plan_answer: "Answer", work: "Workload") -> "Cost":
+def _cost(plan_answer: "Answer", work: "Workload") -> "Cost":
     """Return what a workload costs by the plan of one target."""
-    program, time = plan_answer.program, plan_answer.assessment.time
-    return work.cost(program.target, program.model.dtype, program.batch.tokens, time)
+    from graphtrain.planning.phases import cost_of
+
+    return cost_of(work, plan_answer.program, plan_answer.assessment, plan_answer.phases)
 
 
 def _print_json(plan_answer: "Answer", pattern: str | None, work: "Workload") -> None:
@@ -276,7 +277,7 @@ def _print_json(plan_answer: "Answer", pattern: str | None, work: "Workload") ->
     from graphtrain.planning.text import matching_paths
 
     contents = answer_as_json(plan_answer)
-    contents["cost"] = work.as_json(cost_of(plan_answer, work))
+    contents["cost"] = work.as_json(_cost(plan_answer, work))
     if pattern is not None:
         shown = set(matching_paths(plan_answer.assessment.plan, pattern))
         contents["arrays"] = [row for row in contents["arrays"] if row["path"] in shown]

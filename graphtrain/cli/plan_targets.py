@@ -55,8 +55,10 @@ def compare(
     from graphtrain.planning.json_output import target_rows
     from graphtrain.planning.targets import compare_targets
     from graphtrain.planning.targets_table import targets_table
+    from lowering.machine.machine_tables import tables
     from lowering.machine.target import Target
 
+    tables()  # a problem in targets.toml is an error, also for cpu:N
     work = workload(load_config(config, overrides), tokens, prices)
     for name in targets:
         work.check_prices(Target.parse(name))

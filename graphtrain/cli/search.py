@@ -23,6 +23,7 @@ from graphtrain.cli.options import (
 )
 from graphtrain.cli.plan_show import DOES_NOT_FIT, console
 from graphtrain.cli.terminal import say
+from graphtrain.errors import PlanError
 
 if TYPE_CHECKING:
     from graphtrain.config import Config
@@ -92,8 +93,16 @@ def command(
     from graphtrain.config import render
     from graphtrain.planning.chosen import strategy_of, with_strategy
     from graphtrain.planning.ranking import as_json as in_json
+    from lowering.machine.machine_tables import tables
 
+    tables()  # a problem in targets.toml is an error, also for cpu:N
     work = workload(loaded, tokens, prices)
+    if loaded.program.phases and work.tokens is not None:
+        raise PlanError(
+            "plan search ranks strategies of the last phase, and the tokens of earlier phases "
+            "train at another speed; write the best strategy with --output, and give --tokens and "
+            "--prices to graphtrain plan"
+        )
     if output is not None:  # before the work; whether the content is the same is known only after
         check_output(output, render(loaded).partition("\n")[0])
     with progress() as observe:

@@ -92,6 +92,34 @@ def _is_same(one: Target, other: Target) -> bool:
 
 
 @dataclass(frozen=True)
+class PhaseSteps:
+    """Steps of a phase of a run that is not its last."""
+
+    steps: int
+    tokens_per_step: int
+    time: StepTime
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of a step; None: unknown."""
+        return _complete(self.time)
+
+
+def _complete(time: StepTime | None) -> float | None:
+    return time.total if time is not None and time.is_complete else None
+
+
+def _seconds(tokens: int, earlier: Sequence[PhaseSteps], rate: float) -> float:
+    """Return the seconds of tokens: those of earlier phases, and the rest at the last one's rate."""
+    seconds = 0.0
+    for one in earlier:
+        steps = min(one.steps, tokens / one.tokens_per_step)
+        seconds += steps * (one.seconds or 0.0)
+        tokens -= round(steps * one.tokens_per_step)
+    return seconds + tokens / rate
+
+
+@dataclass(frozen=True)
 class Workload:
     """Number of tokens to train on, and the prices to pay for it."""
 
@@ -114,12 +142,29 @@ class Workload:
         if self.prices is not None:
             self.prices.hour(target)
 
-    def cost(self, target: Target, dtype: str, tokens_per_step: int, time: StepTime | None) -> Cost:
-        """Return what the tokens cost on a target with this time of a step in a dtype."""
-        seconds = time.total if time is not None and time.is_complete else None
-        if time is None or seconds is None:
+    def cost(
+        self,
+        target: Target,
+        dtype: str,
+        tokens_per_step: int,
+        time: StepTime | None,
+        earlier: Sequence[PhaseSteps] = (),
+    ) -> Cost:
+        """Return what the tokens cost on a target with this time of a step in a dtype.
+
+        Args:
+            target: The target.
+            dtype: The model's dtype.
+            tokens_per_step: Tokens in a step; with phases, of the last one.
+            time: Time of this step; None: unknown.
+            earlier: Phases before it, which train on the first of the tokens.
+        """
+        seconds = _complete(time)
+        if time is None or seconds is None or any(one.seconds is None for one in earlier):
             return Cost()
         rate = tokens_per_step / seconds
+        if self.tokens is not None:
+            rate = self.tokens / _seconds(self.tokens, earlier, rate)
         days = None if self.tokens is None else self.tokens / rate / _SECONDS_PER_DAY
         hour = None if self.prices is None else self.prices.hour(target)
         price = None if days is None or hour is None else days * 24 * hour

@@ -26,7 +26,9 @@ def target_rows(rows: Sequence[TargetRow], workload: Workload) -> list[dict[str,
     return [
         {"target": row.target, "error": row.error}
         if row.assessment is None
-        else assessment_as_json(row.assessment) | {"cost": workload.as_json(row.cost)}
+        else assessment_as_json(row.assessment)
+        | ({"phases": [phase_as_json(one) for one in row.phases]} if row.phases else {})
+        | {"cost": workload.as_json(row.cost)}
         for row in rows
     ]
 

@@ -12,6 +12,7 @@ from graphtrain.config.phases import TrainingPhase, training_phases
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Assessment
 from graphtrain.planning.assess import assess_all
+from graphtrain.planning.costs import Cost, PhaseSteps, Workload
 from graphtrain.planning.formats import format_seconds
 from graphtrain.planning.tables import empty_table, megabytes
 
@@ -26,6 +27,27 @@ class PhasePlan:
     phase: TrainingPhase
     assessment: Assessment
 
+    @property
+    def steps(self) -> PhaseSteps | None:
+        """Steps of the phase, for the cost of the run; None for the last."""
+        if self.phase.end is None:
+            return None
+        count = self.phase.end - self.phase.start
+        return PhaseSteps(count, self.phase.program.batch.tokens, self.assessment.time)
+
+
+def cost_of(
+    workload: Workload,
+    program: ResolvedProgram,
+    assessment: Assessment,
+    phases: Sequence[PhasePlan],
+) -> Cost:
+    """Return what a workload costs with a program, in all phases of its run."""
+    earlier = [steps for one in phases if (steps := one.steps)]
+    return workload.cost(
+        program.target, program.model.dtype, program.batch.tokens, assessment.time, earlier
+    )
+
 
 def assess_phases(
     program: ResolvedProgram,
@@ -34,6 +56,7 @@ def assess_phases(
     observe: Observer,
     *,
     compile: bool,
+    jobs: int | None = None,
 ) -> tuple[PhasePlan, ...]:
     """Assess the training step of every phase; return nothing if the run has only one.
 
@@ -43,12 +66,13 @@ def assess_phases(
         cache: Cache to read from and compile into.
         observe: Called with each label and stage of a compilation.
         compile: If False, only estimate.
+        jobs: Number of compilations at a time.
     """
     *earlier, final = training_phases(program)
     if not earlier:
         return ()
     programs = {phase.label: phase.program for phase in earlier}
-    assessed = assess_all(programs, cache, observe, compile=compile)
+    assessed = assess_all(programs, cache, observe, compile=compile, jobs=jobs)
     plans = [PhasePlan(phase, assessed[phase.label]) for phase in earlier]
     return (*plans, PhasePlan(final, last))
 

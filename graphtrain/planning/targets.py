@@ -11,6 +11,7 @@ from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Assessment
 from graphtrain.planning.assess import assess_all
 from graphtrain.planning.costs import Cost, Workload
+from graphtrain.planning.phases import PhasePlan, assess_phases, cost_of
 from graphtrain.planning.remedies import WithOverrides
 from sharding_rules.errors import UserError
 
@@ -23,6 +24,14 @@ class TargetRow:
     assessment: Assessment | None
     error: str = ""
     cost: Cost = field(default_factory=Cost)
+    phases: Sequence[PhasePlan] = ()  # of the entire run, if it has several
+
+    @property
+    def largest(self) -> Assessment | None:
+        """Assessment of the phase that needs most memory."""
+        assessed = [self.assessment, *(one.assessment for one in self.phases)]
+        found = [one for one in assessed if one is not None]
+        return max(found, key=lambda one: (not one.memory.fits, one.memory.peak), default=None)
 
 
 def compare_targets(
@@ -50,13 +59,12 @@ def compare_targets(
         except UserError as error:
             errors[target] = str(error)
     assessed = assess_all(programs, cache, observe, compile=compile, jobs=jobs)
-    return [
-        TargetRow(name, one, cost=_cost(workload, programs[name], one))
-        if (one := assessed.get(name))
-        else TargetRow(name, None, errors.get(name, ""))
-        for name in targets
-    ]
-
-
-def _cost(workload: Workload, program: ResolvedProgram, assessment: Assessment) -> Cost:
-    return workload.cost(program.target, program.model.dtype, program.batch.tokens, assessment.time)
+    rows = []
+    for name in targets:
+        if (last := assessed.get(name)) is None:
+            rows.append(TargetRow(name, None, errors.get(name, "")))
+            continue
+        phases = assess_phases(programs[name], last, cache, observe, compile=compile, jobs=jobs)
+        cost = cost_of(workload, programs[name], last, phases)
+        rows.append(TargetRow(name, last, cost=cost, phases=phases))
+    return rows

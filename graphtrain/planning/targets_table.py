@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 def targets_table(rows: Sequence[TargetRow], workload: Workload) -> Table:
-    """Return the table that compares targets, one row for each."""
+    """Return the table that compares targets, one row for each.
+
+    Of a run with phases, the memory is that of the phase that needs most, the step's time that of
+    the last.
+    """
     table = empty_table(
         "target",
         "mesh",
@@ -31,11 +35,11 @@ def targets_table(rows: Sequence[TargetRow], workload: Workload) -> Table:
         ">compile s",
     )
     for row in rows:
-        assessment = row.assessment
-        if assessment is None:
+        assessment, largest = row.assessment, row.largest
+        if assessment is None or largest is None:
             table.add_row(row.target, "", "error")
             continue
-        memory, compile_seconds = assessment.memory, assessment.compile_seconds
+        memory, compile_seconds = largest.memory, assessment.compile_seconds
         sizes = (
             megabytes(memory.peak),
             megabytes(memory.capacity),

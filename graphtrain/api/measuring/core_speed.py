@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from lowering.machine import host
 
 _STEPS = 12_000  # of the fixed computation, about a millisecond
-_SLOWER = 1.15  # times the least, which variation does not reach
+_SLOWER = 1.25  # times the least, which the least of three does not reach on a core of its own
+_LOOKS = 3
 _PROBED = 8  # cores at most
 _PAUSE = 0.05  # seconds
 
@@ -64,9 +65,12 @@ class CoreSpeed:
         self.slow += not full
 
     def _seconds(self, cpu: int) -> float:
-        """Return the seconds of the computation on one CPU; of two, if the first was slow."""
+        """Return the least seconds of the computation on one CPU, in three at most."""
         seconds = _on(cpu)
-        return seconds if seconds <= _SLOWER * self.least else min(seconds, _on(cpu))
+        for _ in range(_LOOKS - 1):
+            if seconds > _SLOWER * self.least:
+                seconds = min(seconds, _on(cpu))
+        return seconds
 
 
 def _on(cpu: int) -> float:

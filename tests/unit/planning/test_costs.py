@@ -6,7 +6,14 @@ import pytest
 
 from graphtrain.cost_model.assessment import StepTime
 from graphtrain.errors import PlanError
-from graphtrain.planning.costs import PUBLISHED_RANGE, Cost, Prices, Workload, read_prices
+from graphtrain.planning.costs import (
+    PUBLISHED_RANGE,
+    Cost,
+    PhaseSteps,
+    Prices,
+    Workload,
+    read_prices,
+)
 from lowering.machine.target import AT_PEAK, Target
 
 TARGET = Target.parse("h100:16")
@@ -22,6 +29,18 @@ def test_tokens_take_days_and_money_by_the_time_of_a_step():
     assert WORK.cells(cost) == ["1,000", "1", "960"] and WORK.columns[-1] == ">EUR"
     assert WORK.sentence(cost) == "86,400,000 tokens: 1 days at 1,000 tokens/s, 960 EUR"
     assert Workload().cells(cost) == ["1,000"] and Workload().columns == [">tokens/s"]
+
+
+def test_tokens_of_earlier_phases_take_their_own_time():
+    earlier = [PhaseSteps(100, 1_000, replace(STEP, compute=0.5))]  # a step takes a second
+    work = Workload(300_000)  # 100,000 in 100 s, and 200,000 in 100 steps of 2 s
+    cost = work.cost(TARGET, "bfloat16", 2_000, STEP, earlier)
+    assert cost.days == pytest.approx(300 / 86_400) and cost.tokens_per_second == 1_000
+    few = Workload(50_000).cost(TARGET, "bfloat16", 2_000, STEP, earlier)
+    assert few.days == pytest.approx(50 / 86_400)
+    assert Workload().cost(TARGET, "bfloat16", 2_000, STEP, earlier).tokens_per_second == 1_000
+    unknown = [replace(earlier[0], time=replace(STEP, memory=None))]
+    assert work.cost(TARGET, "bfloat16", 2_000, STEP, unknown) == Cost()
 
 
 def test_what_published_steps_took_gives_a_range():
