@@ -110,7 +110,7 @@ def _complete(time: StepTime | None) -> float | None:
 
 
 def _seconds(tokens: int, earlier: Sequence[PhaseSteps], rate: float) -> float:
-    """Return the seconds of tokens: those of earlier phases, and the rest at the last one's rate."""
+    """Return the seconds of tokens: those of earlier phases, the rest at the rate of the last."""
     seconds = 0.0
     for one in earlier:
         steps = min(one.steps, tokens / one.tokens_per_step)
