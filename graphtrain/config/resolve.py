@@ -20,6 +20,7 @@ from graphtrain.config.schema import (
 from graphtrain.config.tower import Tower
 from graphtrain.errors import PlanError
 from lowering.machine.target import Target
+from sharding_rules.errors import ShardingError
 from sharding_rules.mesh import MeshShape
 from sharding_rules.pipeline import Stages
 from sharding_rules.rules import Rules
@@ -99,7 +100,8 @@ def resolve(
     Raises:
         LoweringError: the target is unknown.
         ShardingError: the rules are unknown, the mesh does not fill the target, the layers or
-            microbatches cannot be divided among the stages, or a pipeline cannot use loss.chunk.
+            microbatches cannot be divided among the stages, the rules have no stages, or a pipeline
+            cannot use loss.chunk.
     """
     target = Target.parse(program.target)
     mesh = MeshShape.resolve(asdict(program.mesh), target.devices)
@@ -112,8 +114,13 @@ def resolve(
 def _stages(program: Program, mesh: MeshShape, rules: Rules) -> Stages | None:
     """Return the assignment of layers to pipeline stages, or None without a pipeline."""
     stages = mesh.axes.get("stage", 1)
-    if stages == 1 or "stage" not in rules.activations.get("stages", ()):
+    if stages == 1:
         return None
+    if "stage" not in rules.activations.get("stages", ()):
+        raise ShardingError(
+            f"mesh.stage = {stages}, but the rules do not divide layers among stages; "
+            'add "pipeline" to program.rules, or use another axis'
+        )
     divided = check_pipeline(program, stages)
     check_loss_chunk(program, mesh, rules)
     return divided

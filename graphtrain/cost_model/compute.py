@@ -272,7 +272,7 @@ def _recomputed(program: ResolvedProgram, forward: _Flops, flash: bool) -> _Flop
     in_stages = program.mesh.axes.get("stage", 1) > 1
     if in_stages and program.pipeline.recomputes_stages(model.remat):
         is_repeated = model.remat != "full" or Passes.of(program).recomputes_layers
-        return _sum(layers, by_policy) if is_repeated else layers
+        return _sum(layers, by_policy) if is_repeated else by_policy
     return by_policy
 
 

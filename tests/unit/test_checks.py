@@ -209,6 +209,16 @@ def test_generation_does_not_mind_the_batch_of_training(place):
             '"ulysses" replaces "context": both divide sequences along context; remove one',
         ),
         (
+            ['program.rules=["ulysses"]', "program.mesh={context=8}", "program.model.heads=4"],
+            "--set program.model.heads=4: program.model.heads = 4 is not a multiple of "
+            "program.mesh.context = 8; use 8, or program.mesh.context = 1, 2, 4",
+        ),
+        (
+            ["program.batch.microbatches=2", "program.mesh={stage=2, data=4}"],
+            "a.toml:3: program: mesh.stage = 2, but the rules do not "
+            'divide layers among stages; add "pipeline" to program.rules, or use another axis',
+        ),
+        (
             ["program.loss.label_smoothing=0.3"],
             "--set program.loss.label_smoothing=0.3: program.loss: label_smoothing is only for "
             'kind = "dpo"; remove it',

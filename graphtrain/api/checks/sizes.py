@@ -43,6 +43,7 @@ def size_problems(program: ResolvedProgram) -> Iterator[Problem]:
     """Yield each setting whose size is not a multiple of its shards, once."""
     yield from _problems(program, _dimensions(program))
     yield from _ring_problems(program)
+    yield from _exchange_problems(program)
 
 
 def batch_size_problems(program: ResolvedProgram) -> Iterator[Problem]:
@@ -68,6 +69,17 @@ def _ring_problems(program: ResolvedProgram) -> Iterator[Problem]:
         "program.rules"
     )
     yield Problem("program", message, (setting, *mesh_axes))
+
+
+def _exchange_problems(program: ResolvedProgram) -> Iterator[Problem]:
+    """Yield a number of heads that attention by all-to-all cannot divide among devices."""
+    rules, mesh = program.rules.activations, program.mesh
+    axes = (*rules.get("heads", ()), *rules.get("attention_heads", ()))
+    names = tuple(one for one in axes if mesh.axes.get(one, 1) > 1)
+    exchanged = mesh.size(rules.get("attention_heads", ()))
+    if exchanged == 1 or is_imported(program.model) or program.model.heads % mesh.size(names) == 0:
+        return
+    yield _indivisible(program, _SETTINGS["heads"], program.model.heads, names)
 
 
 def _problems(program: ResolvedProgram, dimensions: Iterator[_Dimension]) -> Iterator[Problem]:

@@ -3,6 +3,7 @@ import math
 
 import pytest
 
+from graphtrain.cost_model.compute import flops_by_part
 from graphtrain.cost_model.memory import memory
 from graphtrain.graphs.plan import plan_program
 from graphtrain.models.flops import parameter_count
@@ -59,6 +60,23 @@ def test_filler_is_no_useful_work(vary):
     )
     assert uneven.time.compute == even.time.compute
     assert uneven.mfu < even.mfu
+
+
+@pytest.mark.parametrize(("virtual_stages", "passes"), [(1, 1), (2, 0)])
+def test_a_stage_of_one_layer_computes_again_what_a_layer_without_stages_does(
+    vary, virtual_stages, passes
+):
+    """And the kernel of attention its scores; a stage of two layers computes both once more."""
+    remat = "program.model.remat=full"
+    alone = flops_by_part(vary([remat]), flash=True)
+    pipeline = ["program.mesh={stage=2, fsdp=2}", "program.batch.microbatches=4", remat]
+    pipeline += [
+        "program.pipeline.schedule=1f1b",
+        f"program.pipeline.virtual_stages={virtual_stages}",
+    ]
+    for one, staged in zip(alone, flops_by_part(vary(pipeline), flash=True), strict=True):
+        again = 0.0 if one.name == "LM head" else passes * one.model / 3
+        assert staged.recomputed == pytest.approx(one.recomputed + again)
 
 
 def test_parts_add_up_to_the_peak(vary):
