@@ -172,8 +172,8 @@ def read_profiles(path: Path) -> tuple[MachineProfile, ...]:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
     except DocumentError as error:
         raise PlanError(
-            f"{path}: is no file of machine profiles: {error}; remove it, and run "
-            "graphtrain doctor --measure"
+            f"{path}: is no file of machine profiles: {str(error).partition(';')[0]}; remove it, "
+            "and run graphtrain doctor --measure"
         ) from None
     if file.graphtrain_machine_profiles != _VERSION:
         raise PlanError(
