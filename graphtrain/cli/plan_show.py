@@ -139,7 +139,7 @@ def show(
     if results is not None and html is None:
         raise click.UsageError("--results is only shown on a page; add --html FILE")
     if targets is not None:
-        names = targets.split(",")
+        names = [name.strip() for name in targets.split(",")]
         from graphtrain.cli.plan_targets import check_targets, compare
 
         check_targets(names)

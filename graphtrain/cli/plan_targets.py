@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from graphtrain.cli.cost_options import workload
-from graphtrain.cli.plan_show import console
+from graphtrain.cli.plan_show import DOES_NOT_FIT, console
 
 if TYPE_CHECKING:
     from graphtrain.config.resolve import ResolvedProgram
@@ -19,12 +19,14 @@ def check_targets(names: Sequence[str]) -> None:
     """Refuse targets that do not exist, before any of them is assessed.
 
     Raises:
-        PlanError: at least one does not exist.
+        PlanError: at least one does not exist, or is empty.
     """
     from graphtrain.errors import PlanError
     from lowering.errors import LoweringError
     from lowering.machine.target import Target
 
+    if not all(names):
+        raise PlanError(f"--targets {','.join(names)}: a name is missing beside a comma")
     problems = []
     for name in names:
         try:
@@ -46,7 +48,7 @@ def compare(
     tokens: int | None,
     prices: Path | None,
 ) -> None:
-    """Print one line for each target; exit with 2 if all are errors."""
+    """Print one line for each target; exit with 2 if all are errors, with 4 if none fits."""
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
     from graphtrain.config import load_config
@@ -84,3 +86,5 @@ def compare(
                 click.echo(f"{row.target}: {remark}")
     if all(row.error for row in rows):
         sys.exit(2)
+    if not any(row.fits for row in rows):
+        sys.exit(DOES_NOT_FIT)

@@ -27,6 +27,11 @@ class TargetRow:
     phases: Sequence[PhasePlan] = ()  # of the entire run, if it has several
 
     @property
+    def fits(self) -> bool:
+        """Whether the memory of all phases is there."""
+        return self.largest is not None and self.largest.memory.fits
+
+    @property
     def largest(self) -> Assessment | None:
         """Assessment of the phase that needs most memory."""
         assessed = [self.assessment, *(one.assessment for one in self.phases)]

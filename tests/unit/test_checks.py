@@ -195,7 +195,7 @@ def test_generation_does_not_mind_the_batch_of_training(place):
         (
             ['program.rules=["context"]', "program.mesh={context=8}", "program.batch.seq_len=60"],
             "--set program.batch.seq_len=60: program.batch.seq_len = 60 is not a multiple of "
-            "program.mesh.context = 8; use 56 or 64, or program.mesh.context = 1, 2, 4",
+            "program.mesh.context = 8; use 48 or 64, or program.mesh.context = 1, 2",
         ),
         (
             ['program.rules=["context"]', "program.mesh={context=8}", "program.batch.seq_len=72"],

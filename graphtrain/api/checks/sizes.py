@@ -138,15 +138,22 @@ def _indivisible(
 ) -> Problem:
     """Describe a size that is not a multiple of the devices of some mesh axes."""
     shards, mesh_axes = program.mesh.size(names), [("program", "mesh", name) for name in names]
-    lower = size // shards * shards
+    # Ring attention gives each device two chunks of a sequence.
+    chunks = 2 if setting == _SETTINGS["seq"] and program.rules.activations.get("kv_seq") else 1
+    multiple = chunks * shards
+    lower = size // multiple * multiple
     factor = program.batch.microbatches if setting == _BATCH else 1
     value = f"{'.'.join(setting)} = {size * factor}"
     causes = (setting, *mesh_axes)
     if factor > 1:
         value = f"{value} / microbatches = {factor}, which is {size},"
         causes = (setting, _MICROBATCHES, *mesh_axes)
-    sizes = [str(one * factor) for one in (lower, lower + shards) if one]
-    divisors = ", ".join(map(str, common_divisors(size, program.mesh.devices)))
+    sizes = [str(one * factor) for one in (lower, lower + multiple) if one]
+    divisors = ", ".join(
+        str(one)
+        for one in common_divisors(size, program.mesh.devices)
+        if one == 1 or size % (chunks * one) == 0
+    )
     axes = " x ".join(".".join(one) for one in mesh_axes)
     message = (
         f"{value} is not a multiple of {axes} = {shards}; use {' or '.join(sizes)}, "

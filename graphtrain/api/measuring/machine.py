@@ -165,7 +165,8 @@ def _in_process(devices: int, least: float, observe: Callable[[str], None]) -> d
         found = output.read()
     if status != 0:
         tail = "".join(messages[-5:])
-        raise PlanError(f"the process that measures {devices} devices failed: {tail}")
+        ended = f"was ended by signal {-status}" if status < 0 else "failed"
+        raise PlanError(f"the process that measures with {devices} devices {ended}: {tail}")
     return parse_object(found)
 
 

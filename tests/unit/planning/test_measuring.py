@@ -201,7 +201,7 @@ def test_the_output_of_a_measuring_process_may_be_long(status, tmp_path, monkeyp
     monkeypatch.setenv("STATUS", str(status))
     monkeypatch.setattr(sys, "executable", str(worker))
     if status:
-        with pytest.raises(PlanError, match="measures 2 devices failed: measuring products"):
+        with pytest.raises(PlanError, match="measures with 2 devices failed: measuring products"):
             machine._in_process(2, 1.0, observed.append)
     else:
         assert machine._in_process(2, 1.0, observed.append) == {"long": "0" * 200_000}
