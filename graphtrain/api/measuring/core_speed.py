@@ -25,13 +25,15 @@ class CoreSpeed:
 
     Attributes:
         least: Least seconds, from this process or from another on this machine.
-        patience: Seconds that this process still waits for the full speed.
+        patience: Seconds that the current measurement still waits for the full speed.
+        granted: Seconds that each measurement may wait.
         runs: Runs that took place.
         slow: Those of them in which a core was slower.
     """
 
     least: float = float("inf")
     patience: float = 0.0
+    granted: float = 0.0
     runs: int = 0
     slow: int = 0
 

@@ -29,7 +29,7 @@ from sharding_rules.documents import parse_object
 
 _WATCHED_SECONDS = 2.0
 _DEVICES = (1, 2, 4, 8)  # of which collectives are measured, from 2 on
-_PATIENCE = (120.0, 20.0)  # seconds to wait for cores at full speed, with one device and several
+_PATIENCE = 1.5  # seconds that each measurement waits for cores at full speed
 
 
 def measure_machine(
@@ -37,7 +37,7 @@ def measure_machine(
 ) -> MachineProfile:
     """Measure this machine's CPU, which takes a minute or two.
 
-    Where others on the host of a virtual machine slow its cores, it takes up to three minutes more:
+    Where others on the host of a virtual machine slow its cores, it takes up to four minutes more:
     measurements then wait for the full speed.
 
     Args:
@@ -149,7 +149,7 @@ def used_by_others(before: CoreUse | None) -> float | None:
 def _in_process(devices: int, least: float, observe: Callable[[str], None]) -> dict[str, Any]:
     """Measure in a process with a number of devices; it is ended if waiting for it is."""
     worker = [sys.executable, "-m", "graphtrain.api.measuring.worker"]
-    command = [*worker, str(devices), str(least), str(_PATIENCE[devices > 1])]
+    command = [*worker, str(devices), str(least), str(_PATIENCE)]
     # A file, because nothing reads a pipe until the process has ended its messages.
     with (
         tempfile.TemporaryFile("w+") as output,

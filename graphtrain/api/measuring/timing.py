@@ -15,7 +15,6 @@ from graphtrain.api.measuring.core_speed import CoreSpeed
 from graphtrain.cost_model.machine_profile import RUNS, Measured
 
 _RUN_SECONDS = 0.02  # of one run, in which short functions are called many times
-_TRIES = 5  # of a run, until one has cores at full speed from its beginning to its end
 # Of this process. Without patience, which the worker grants, no run waits or is repeated.
 SPEED = CoreSpeed()
 # The graphs that are compared with have barriers that XLA:CPU would remove.
@@ -54,26 +53,31 @@ def _measure(program: Callable[..., Any], several: Sequence[tuple[Any, ...]]) ->
     _seconds(program, in_turn, len(several))  # the first call reads memory for the first time
     calls = round(_RUN_SECONDS / max(1e-6, _seconds(program, in_turn, 2)))
     calls = max(1, calls, math.ceil(len(several) / RUNS))  # the runs have all arguments
-    seconds = [_at_full_speed(program, in_turn, calls) for _ in range(RUNS)]
-    median = max(1e-9, statistics.median(seconds))
-    return Measured(median, round((max(seconds) - min(seconds)) / median, 3))
+    SPEED.patience = SPEED.granted
+    runs = [_run(program, in_turn, calls) for _ in range(RUNS)]
+    every = [seconds for seconds, _ in runs]
+    quiet = [seconds for seconds, full in runs if full] or [min(every)]
+    median = max(1e-9, statistics.median(quiet))
+    return Measured(median, round((max(every) - min(every)) / median, 3))
 
 
-def _at_full_speed(
+def _run(
     program: Callable[..., Any], in_turn: Iterator[tuple[Any, ...]], calls: int
-) -> float:
-    """Return the seconds of a call in a run with cores at full speed, if one of several is such."""
+) -> tuple[float, bool]:
+    """Return the seconds of a call, and whether the cores had their full speed meanwhile.
+
+    A run in which they had not is repeated as long as there is patience.
+    """
     if jax.default_backend() != "cpu":
-        return _seconds(program, in_turn, calls)
-    attempt = 0
+        return _seconds(program, in_turn, calls), True
     while True:
-        attempt += 1
         full = SPEED.wait()
         seconds = _seconds(program, in_turn, calls)
         full = full and SPEED.is_full()
-        if full or attempt == _TRIES or SPEED.patience <= 0:
+        if full or SPEED.patience <= 0:
             SPEED.count(full)
-            return seconds
+            return seconds, full
+        SPEED.patience -= calls * seconds
 
 
 def less(whole: Measured, part: float, times: float = 1.0) -> Measured:

@@ -2,8 +2,8 @@
 
     python -m graphtrain.api.measuring.worker DEVICES LEAST PATIENCE
 
-LEAST and PATIENCE are of core_speed.CoreSpeed. It writes one JSON object to stdout, and what it
-measures next to stderr.
+LEAST and PATIENCE are `least` and `granted` of core_speed.CoreSpeed. It writes one JSON object to
+stdout, and what it measures next to stderr.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ def measured(devices: int, least: float, patience: float) -> dict[str, Any]:
 
     host.retain_freed_memory()  # as a run does
     xla.devices(Target("cpu", (devices,)))
-    SPEED.least, SPEED.patience = least, patience
+    SPEED.least, SPEED.granted = least, patience
     return _measured(devices) | {"slow": SPEED.slow_share}
 
 

@@ -118,9 +118,9 @@ def test_runs_are_taken_again_until_no_core_is_slowed(monkeypatch):
 
     look = 1.0
     monkeypatch.setattr(CoreSpeed, "is_full", looked)
-    monkeypatch.setattr(timing, "SPEED", CoreSpeed(patience=1.0))
+    monkeypatch.setattr(timing, "SPEED", CoreSpeed(patience=5.0))
     monkeypatch.setattr(timing, "_seconds", lambda *run: next(runs))
-    assert timing._at_full_speed(len, iter(()), 1) == 2.0
+    assert timing._run(len, iter(()), 1) == (2.0, True)
     assert (timing.SPEED.runs, timing.SPEED.slow) == (1, 0)
 
 
@@ -130,10 +130,19 @@ def test_without_patience_a_run_with_a_slowed_core_counts_and_is_said(monkeypatc
     monkeypatch.setattr(core_speed.host, "usable_cpus", lambda: {0, 1})
     monkeypatch.setattr(timing, "SPEED", speed)
     monkeypatch.setattr(timing, "_seconds", lambda *run: 7.0)
-    assert timing._at_full_speed(len, iter(()), 1) == 7.0
+    assert timing._run(len, iter(()), 1) == (7.0, False)
     assert (speed.runs, speed.slow, speed.slow_share) == (1, 1, 1.0)
     assert "with slower cores in 100% of the runs" in this_machine(slow=speed.slow_share).source
     assert "slower" not in this_machine(slow=0.05).source
+
+
+def test_the_median_is_of_the_runs_at_full_speed(monkeypatch):
+    runs = iter([(3.0, True), (9.0, False), (1.0, True), (9.0, False), (2.0, True)])
+    monkeypatch.setattr(timing, "_run", lambda *run: next(runs))
+    monkeypatch.setattr(timing, "_seconds", lambda *run: 1.0)
+    assert timing._measure(len, [()]).seconds == 2.0
+    runs = iter([(float(seconds), False) for seconds in (5, 4, 6, 7, 8)])
+    assert timing._measure(len, [()]).seconds == 4.0
 
 
 def test_a_look_at_the_cores_leaves_the_thread_where_it_may_run():
