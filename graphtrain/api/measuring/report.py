@@ -18,8 +18,8 @@ def lines(profile: MachineProfile) -> Iterator[str]:
     """Yield a line for each number of a profile, under a heading that says how it was measured."""
     yield f"{profile.processor}, {profile.cores} cores: {profile.source}"
     clock = "processor time" if profile.machine == "cpu" else "time by the clock"
-    yield f"{clock}, median of those of {RUNS} runs with cores at full speed, else the "
-        f"least; spread: (most - least) / median"
+    counted = f"median of those of {RUNS} runs with cores at full speed, else the least"
+    yield f"{clock}, {counted}; spread: (most - least) / median"
     yield "matrix products of JAX arrays of ones, the larger ones from memory, GFLOP/s of one core:"
     for one in profile.products:
         sizes = f"{one.batch} x {one.rows} x {one.summed} x {one.columns}"
