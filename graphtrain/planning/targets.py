@@ -28,7 +28,7 @@ class TargetRow:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of all phases is there."""
+        """Return true if the target has the memory of every phase."""
         return self.largest is not None and self.largest.memory.fits
 
     @property
