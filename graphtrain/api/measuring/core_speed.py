@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lowering.machine import host
 
@@ -21,17 +21,17 @@ _PAUSE = 0.05  # seconds
 
 @dataclass
 class CoreSpeed:
-    """Seconds that a fixed computation takes on each core, beside the least that was ever seen.
+    """Seconds of a fixed computation on each core, beside the least that it ever took there.
 
     Attributes:
-        least: Least seconds, from this process or from another on this machine.
+        least: Least seconds on each CPU; cores of one machine may differ.
         patience: Seconds that the current measurement still waits for the full speed.
         granted: Seconds that each measurement may wait.
         runs: Runs that took place.
         slow: Those of them in which a core was slower.
     """
 
-    least: float = float("inf")
+    least: dict[int, float] = field(default_factory=dict)
     patience: float = 0.0
     granted: float = 0.0
     runs: int = 0
@@ -43,10 +43,8 @@ class CoreSpeed:
         return self.slow / self.runs if self.runs else 0.0
 
     def is_full(self) -> bool:
-        """Return whether every core takes about the least time that any has taken."""
-        seconds = [self._seconds(cpu) for cpu in sorted(host.usable_cpus())[:_PROBED]]
-        self.least = min(self.least, *seconds)
-        return max(seconds) <= _SLOWER * self.least
+        """Return whether every core takes about the least time that it has taken."""
+        return all([self._is_full(cpu) for cpu in sorted(host.usable_cpus())[:_PROBED]])
 
     def wait(self) -> bool:
         """Wait until the cores have their full speed, as long as there is patience; return it."""
@@ -56,7 +54,7 @@ class CoreSpeed:
         return full
 
     def watch(self, seconds: float) -> None:
-        """Look for the least time for some seconds."""
+        """Look for the least times for some seconds."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.is_full()
@@ -66,13 +64,14 @@ class CoreSpeed:
         self.runs += 1
         self.slow += not full
 
-    def _seconds(self, cpu: int) -> float:
-        """Return the least seconds of the computation on one CPU, in three at most."""
-        seconds = _on(cpu)
-        for _ in range(_LOOKS - 1):
-            if seconds > _SLOWER * self.least:
-                seconds = min(seconds, _on(cpu))
-        return seconds
+    def _is_full(self, cpu: int) -> bool:
+        """Return whether one of three looks at a CPU finds it about as fast as it ever was."""
+        for _ in range(_LOOKS):
+            seconds = _on(cpu)
+            self.least[cpu] = min(seconds, self.least.get(cpu, seconds))
+            if seconds <= _SLOWER * self.least[cpu]:
+                return True
+        return False
 
 
 def _on(cpu: int) -> float:

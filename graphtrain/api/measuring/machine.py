@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from graphtrain.api.measuring.core_speed import CoreSpeed
 from graphtrain.cost_model.machine_profile import (
     BUSY,
     MachineProfile,
@@ -47,15 +47,14 @@ def measure_machine(
     Raises:
         PlanError: other processes use the cores, before or meanwhile, or a measurement failed.
     """
-    speed = CoreSpeed()
     if not even_if_busy:
         before = CoreUse.now()
-        speed.watch(_WATCHED_SECONDS)
+        time.sleep(_WATCHED_SECONDS)
         _refuse_busy(used_by_others(before), "use")
     before = CoreUse.now()
     found: dict[str, Any] = {"collectives": [], "slow": 0.0}
     for devices in _DEVICES:
-        measured = _in_process(devices, speed.least, observe)
+        measured = _in_process(devices, observe)
         found["collectives"] += measured.pop("collectives", [])
         found["slow"] = round(max(found["slow"], measured.pop("slow")), 3)
         found |= measured
@@ -146,10 +145,10 @@ def used_by_others(before: CoreUse | None) -> float | None:
     return max(0.0, others) / everything if everything else 0.0
 
 
-def _in_process(devices: int, least: float, observe: Callable[[str], None]) -> dict[str, Any]:
+def _in_process(devices: int, observe: Callable[[str], None]) -> dict[str, Any]:
     """Measure in a process with a number of devices; it is ended if waiting for it is."""
     worker = [sys.executable, "-m", "graphtrain.api.measuring.worker"]
-    command = [*worker, str(devices), str(least), str(_PATIENCE)]
+    command = [*worker, str(devices), str(_PATIENCE)]
     # A file, because nothing reads a pipe until the process has ended its messages.
     with (
         tempfile.TemporaryFile("w+") as output,

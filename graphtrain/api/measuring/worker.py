@@ -1,9 +1,9 @@
 """Process that measures with a number of devices, which JAX fixes when it starts.
 
-    python -m graphtrain.api.measuring.worker DEVICES LEAST PATIENCE
+    python -m graphtrain.api.measuring.worker DEVICES PATIENCE
 
-LEAST and PATIENCE are `least` and `granted` of core_speed.CoreSpeed. It writes one JSON object to
-stdout, and what it measures next to stderr.
+PATIENCE are the seconds that each measurement may wait for cores at full speed. It writes one JSON
+object to stdout, and what it measures next to stderr.
 """
 
 import dataclasses
@@ -14,15 +14,18 @@ from typing import Any
 from lowering.machine import host
 from lowering.machine.target import Target
 
+_WATCHED_SECONDS = 1.0  # before anything is measured, to know the full speed of the cores
 
-def measured(devices: int, least: float, patience: float) -> dict[str, Any]:
+
+def measured(devices: int, patience: float) -> dict[str, Any]:
     """Measure with a number of devices: everything with one, collectives with several."""
     import lowering.xla.backend as xla
     from graphtrain.api.measuring.timing import SPEED
 
     host.retain_freed_memory()  # as a run does
     xla.devices(Target("cpu", (devices,)))
-    SPEED.least, SPEED.granted = least, patience
+    SPEED.granted = patience
+    SPEED.watch(_WATCHED_SECONDS)
     return _measured(devices) | {"slow": SPEED.slow_share}
 
 
@@ -54,5 +57,5 @@ def _report(subject: str) -> None:
 
 
 if __name__ == "__main__":
-    found = measured(int(sys.argv[1]), *map(float, sys.argv[2:]))
+    found = measured(int(sys.argv[1]), float(sys.argv[2]))
     json.dump(found, sys.stdout, default=dataclasses.asdict)

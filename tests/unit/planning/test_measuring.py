@@ -125,8 +125,8 @@ def test_runs_are_taken_again_until_no_core_is_slowed(monkeypatch):
 
 
 def test_without_patience_a_run_with_a_slowed_core_counts_and_is_said(monkeypatch):
-    speed = CoreSpeed(least=1.0)
-    monkeypatch.setattr(core_speed, "_on", lambda cpu: 1.0 + cpu)
+    speed = CoreSpeed(least={0: 1.0, 1: 2.0})  # one of them is slower by itself
+    monkeypatch.setattr(core_speed, "_on", lambda cpu: 1.0 + 2 * cpu)
     monkeypatch.setattr(core_speed.host, "usable_cpus", lambda: {0, 1})
     monkeypatch.setattr(timing, "SPEED", speed)
     monkeypatch.setattr(timing, "_seconds", lambda *run: 7.0)
@@ -150,7 +150,8 @@ def test_a_look_at_the_cores_leaves_the_thread_where_it_may_run():
     speed = CoreSpeed()
     speed.watch(0.0)
     speed.is_full()
-    assert core_speed.host.usable_cpus() == allowed and 0 < speed.least < 1
+    assert core_speed.host.usable_cpus() == allowed
+    assert speed.least and all(0 < seconds < 1 for seconds in speed.least.values())
 
 
 def test_only_the_cores_of_this_process_are_watched(monkeypatch):
@@ -180,7 +181,7 @@ def test_a_measurement_ends_with_the_command(monkeypatch):
 
     monkeypatch.setattr(machine, "_messages", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        machine._in_process(1, 1.0, lambda subject: None)
+        machine._in_process(1, lambda subject: None)
     assert started[0].returncode == -signal.SIGKILL
 
 
@@ -211,7 +212,7 @@ def test_the_output_of_a_measuring_process_may_be_long(status, tmp_path, monkeyp
     monkeypatch.setattr(sys, "executable", str(worker))
     if status:
         with pytest.raises(PlanError, match="measures with 2 devices failed: measuring products"):
-            machine._in_process(2, 1.0, observed.append)
+            machine._in_process(2, observed.append)
     else:
-        assert machine._in_process(2, 1.0, observed.append) == {"long": "0" * 200_000}
+        assert machine._in_process(2, observed.append) == {"long": "0" * 200_000}
     assert observed == ["products", "memory"]
