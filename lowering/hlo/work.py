@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -87,7 +87,7 @@ def read_work(text: str) -> ProgramWork:
     work, in the iterations that its scope states (lowering/tracing/control_flow.py).
     """
     module = parse(text)
-    reader = _Reader(module)
+    reader = _Reader(module, rounding_reducers(module))
     reader.visit(module.entry, Fraction(1))
     entry = module.computations[module.entry]
     inputs = sum(one.opcode == "parameter" for one in entry.instructions.values())
@@ -104,9 +104,9 @@ def read_work(text: str) -> ProgramWork:
 class _Reader:
     """Sums of what computations do, each as often as it is executed."""
 
-    def __init__(self, module: HloModule) -> None:
+    def __init__(self, module: HloModule, rounding: Collection[str]) -> None:
         self.module = module
-        self.rounding = rounding_reducers(module)
+        self.rounding = rounding  # reducers, from rounding_reducers()
         self.products: dict[Product, Fraction] = defaultdict(Fraction)
         self.loops: dict[LoopWork, Fraction] = defaultdict(Fraction)
         self.launches = self.iterations = Fraction(0)
@@ -131,7 +131,7 @@ class _Reader:
 
     def _amount(self, name: str) -> tuple[float, float]:
         """Return the FLOPs and bytes of one execution of a branch, by which branches compare."""
-        alone = _Reader(self.module)
+        alone = _Reader(self.module, self.rounding)
         alone.visit(name, Fraction(1))
         flops = sum(one.flops * float(count) for one, count in alone.products.items())
         return flops, sum(one.bytes * float(count) for one, count in alone.loops.items())

@@ -178,7 +178,7 @@ def measure(name: str) -> dict[str, Any]:
     steps = max(1, min(STEPS, round(RUN_SECONDS / clock_seconds)))
     speed = CoreSpeed(patience=PATIENCE)
     speed.watch(1.0)
-    runs = [at_full_speed(program, steps, speed) for _ in range(RUNS)]
+    runs = [speed.run(lambda: program.take(steps))[0] for _ in range(RUNS)]
     processor, clock = zip(*runs, strict=True)
     return {
         "slow_runs": speed.slow,
@@ -192,18 +192,6 @@ def measure(name: str) -> dict[str, Any]:
         "loops": predicted.loops.processor,
         "communication": sum(one.processor for one in predicted.communication.values()),
     }
-
-
-def at_full_speed(program: Program, steps: int, speed: Any) -> tuple[float, float]:
-    """Take steps while no neighbour on the host slows a core; else the last that were taken."""
-    while True:
-        full = speed.wait()
-        seconds = program.take(steps)
-        full = full and speed.is_full()
-        if full or speed.patience <= 0:
-            speed.count(full)
-            return seconds
-        speed.patience -= steps * seconds[1]
 
 
 def in_process(name: str) -> dict[str, Any]:

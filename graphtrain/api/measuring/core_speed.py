@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from lowering.machine import host
 
@@ -17,6 +19,7 @@ _SLOWER = 1.25  # times the least, which the least of three does not reach on a 
 _LOOKS = 3
 _PROBED = 8  # cores at most
 _PAUSE = 0.05  # seconds
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -46,7 +49,23 @@ class CoreSpeed:
         """Return whether every core takes about the least time that it has taken."""
         return all([self._is_full(cpu) for cpu in sorted(host.usable_cpus())[:_PROBED]])
 
-    def wait(self) -> bool:
+    def run(self, function: Callable[[], Result]) -> tuple[Result, bool]:
+        """Return a function's result, and whether the cores had their full speed meanwhile.
+
+        A run in which they had not is repeated as long as there is patience.
+        """
+        while True:
+            full = self._wait()
+            began = time.monotonic()
+            result = function()
+            full = full and self.is_full()
+            if full or self.patience <= 0:
+                self.runs += 1
+                self.slow += not full
+                return result, full
+            self.patience -= time.monotonic() - began
+
+    def _wait(self) -> bool:
         """Wait until the cores have their full speed, as long as there is patience; return it."""
         while not (full := self.is_full()) and self.patience > 0:
             time.sleep(_PAUSE)
@@ -58,11 +77,6 @@ class CoreSpeed:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.is_full()
-
-    def count(self, full: bool) -> None:
-        """Count a run, during which the cores had their full speed or had not."""
-        self.runs += 1
-        self.slow += not full
 
     def _is_full(self, cpu: int) -> bool:
         """Return whether one of three looks at a CPU finds it about as fast as it ever was."""

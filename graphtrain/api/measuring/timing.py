@@ -64,20 +64,10 @@ def _measure(program: Callable[..., Any], several: Sequence[tuple[Any, ...]]) ->
 def _run(
     program: Callable[..., Any], in_turn: Iterator[tuple[Any, ...]], calls: int
 ) -> tuple[float, bool]:
-    """Return the seconds of a call, and whether the cores had their full speed meanwhile.
-
-    A run in which they had not is repeated as long as there is patience.
-    """
+    """Return the seconds of a call, and whether the cores had their full speed meanwhile."""
     if jax.default_backend() != "cpu":
         return _seconds(program, in_turn, calls), True
-    while True:
-        full = SPEED.wait()
-        seconds = _seconds(program, in_turn, calls)
-        full = full and SPEED.is_full()
-        if full or SPEED.patience <= 0:
-            SPEED.count(full)
-            return seconds, full
-        SPEED.patience -= calls * seconds
+    return SPEED.run(lambda: _seconds(program, in_turn, calls))
 
 
 def less(whole: Measured, part: float, times: float = 1.0) -> Measured:
