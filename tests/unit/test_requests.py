@@ -133,6 +133,7 @@ def test_stages_are_known_when_the_target_is():
     )
     assert resolve(of).stages == Stages(4, 1, (1, 1, 1, 1))
     assert resolve(dataclasses.replace(of, target="cpu:1")).stages is None
-    assert resolve(dataclasses.replace(of, rules=("data",))).stages is None
+    with pytest.raises(ShardingError, match=r'stage = 4, .*add "pipeline" to program'):
+        resolve(dataclasses.replace(of, rules=("data",)))
     with pytest.raises(ShardingError, match=r"microbatches = 4 is not a multiple of .*stage = 3"):
         resolve(dataclasses.replace(of, target="cpu:3"))
