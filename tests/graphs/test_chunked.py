@@ -164,7 +164,9 @@ def test_sums_and_gradients_are_those_of_float64(chunk, length, parts, blocks):
         expected = jax.jit(jax.value_and_grad(want, (0, 1)))(hidden, head)
     found = jax.jit(jax.value_and_grad(got, (0, 1)))(jnp.float32(hidden), jnp.float32(head))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
+        # A sum whose terms cancel is as exact as its terms; processors add in other orders.
+        rounding = np.finfo(np.float32).eps * np.abs(b).max()
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6 + rounding)
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
