@@ -16,6 +16,7 @@ from graphtrain.cost_model.adapter_flops import adapter_flops_by_part
 from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.passes import Passes
+from graphtrain.cost_model.score_products import ALL_SCORES, ScoreProducts, score_products
 from graphtrain.cost_model.tower import step_flops_of_projection, tower_program, trained_fraction
 from graphtrain.cost_model.update_flops import update_flops
 from graphtrain.models.flops import Part, expert_flops_per_token, forward_flops_by_part
@@ -71,8 +72,8 @@ def flops_by_part(
     Args:
         program: the program, whose model may be imported.
         flash: Whether attention is a kernel.
-        masked: Count only the half of the scores that a kernel computes under a causal mask.
-            Compiled programs are counted without the mask.
+        masked: Count only the scores that a kernel computes under a causal mask, as in
+            score_products().
 
     Raises:
         PlanError: the sizes of an imported model are not known.
@@ -82,22 +83,22 @@ def flops_by_part(
     program = with_padding_layers(program)
     forward = forward_flops_by_part(program.model, length)
     padded = {name: flops / own[name] for name, flops in forward.items() if own[name]}
-    if flash and masked:
-        forward["attention scores"] /= 2
+    products = score_products(program, flash=flash, masked=masked)
+    forward["attention scores"] *= products.computed
     parts = [
         replace(part, padded=padded.get(part.name, 1.0))
-        for part in _parts(program, forward, flash, unneeded)
+        for part in _parts(program, forward, products, unneeded)
     ]
     return tuple(parts) if program.tower is None else _with_tower(program, parts)
 
 
 def _parts(
-    program: ResolvedProgram, forward: _Flops, flash: bool, unneeded: float = 1.0
+    program: ResolvedProgram, forward: _Flops, products: ScoreProducts, unneeded: float = 1.0
 ) -> list[PartFlops]:
     """Return the parts of a step whose forward pass has these FLOPs per token."""
     tokens = program.batch.rows * program.batch.seq_len
     adapter = adapter_flops_by_part(program)
-    recomputed = _recomputed(program, _sum(forward, adapter), flash)
+    recomputed = _recomputed(program, _sum(forward, adapter), products)
     return [
         PartFlops(
             name,
@@ -125,7 +126,7 @@ def _with_tower(program: ResolvedProgram, parts: list[PartFlops]) -> tuple[PartF
     projected = step_flops_of_projection(tower, has_adapter=has_adapter) * of_tower.batch.rows
     # A third pass over what the adapter trains in full.
     trained = 1 + trained_fraction(tower) / 2 if tower.trained else 1.0
-    more = {part.name: part for part in _parts(of_tower, forward, flash=False)}
+    more = {part.name: part for part in _parts(of_tower, forward, ALL_SCORES)}
 
     def added(part: PartFlops) -> PartFlops:
         if part.name not in more:
@@ -167,7 +168,7 @@ def compiled_excess(
 ) -> float:
     """Return the compiled FLOPs of a device over its share of step_flops().
 
-    Below 1 the program has kernels whose FLOPs are not known.
+    Below 1 the program has kernels whose FLOPs are not known, or computes less than is expected.
 
     Args:
         program: the program.
@@ -247,18 +248,17 @@ def _computed_experts(program: ResolvedProgram) -> float:
     return 1 + (computed - 1) * expert_flops_per_token(model) / mlp
 
 
-def _recomputed(program: ResolvedProgram, forward: _Flops, flash: bool) -> _Flops:
+def _recomputed(program: ResolvedProgram, forward: _Flops, products: ScoreProducts) -> _Flops:
     """Return the operations per token that the backward pass recomputes, by part.
 
     Pipeline stages are recomputed from their input, and then by their own remat policy: with
-    "full" this computes layers a third time, unless each is a stage of its own. A kernel's
-    backward pass has seven products instead of four: it computes the scores, and the gradient of
-    the probabilities, twice.
+    "full" this computes layers a third time, unless each is a stage of its own. Kernels and rings
+    compute scores again whatever the policy is.
 
     Args:
         program: the program.
         forward: operations of the forward pass per token, by part.
-        flash: Whether attention is a kernel.
+        products: Products of attention.
     """
     model = program.model
     layers: _Flops = {name: flops for name, flops in forward.items() if name != "LM head"}
@@ -266,9 +266,9 @@ def _recomputed(program: ResolvedProgram, forward: _Flops, flash: bool) -> _Flop
     by_policy = scores
     if model.remat in ("none", "full"):
         by_policy = layers if model.remat == "full" else {}
-    if flash:
-        kernel: _Flops = {"attention scores": 1.5 * forward["attention scores"]}
-        by_policy = _sum(kernel, layers) if model.remat == "full" else kernel
+    if products.recomputed is not None:
+        again: _Flops = {"attention scores": products.recomputed * forward["attention scores"]}
+        by_policy = _sum(again, layers) if model.remat == "full" else again
     in_stages = program.mesh.axes.get("stage", 1) > 1
     if in_stages and program.pipeline.recomputes_stages(model.remat):
         is_repeated = model.remat != "full" or Passes.of(program).recomputes_layers

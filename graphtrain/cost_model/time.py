@@ -61,8 +61,9 @@ def step_time(
     mesh, target = program.mesh, program.target
     known = achieved or target.achieved
     achieved = known or AT_PEAK
-    counted = expected_excess(program, flash=flash) if excess is None else excess
-    parts = _seconds_by_part(program, achieved, flash, max(1.0, counted))
+    expected = expected_excess(program, flash=flash)
+    counted = expected if excess is None else max(excess, min(1.0, expected))
+    parts = _seconds_by_part(program, achieved, flash, counted)
     compute = None if parts is None else sum(parts.values())
     collectives = tuple(collectives)
     seconds_of = partial(communication_seconds, mesh=mesh, target=target)

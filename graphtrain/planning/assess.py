@@ -23,6 +23,7 @@ from graphtrain.cost_model.host_transfers import host_bytes
 from graphtrain.cost_model.memory import memory as estimated_memory
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.profiled_time import with_profile
+from graphtrain.cost_model.score_products import skips_scores
 from graphtrain.cost_model.time import mfu, moved_bytes, step_time
 from graphtrain.cost_model.traffic import bubble_of, predict_collectives
 from graphtrain.errors import PlanError
@@ -249,7 +250,7 @@ def _assessment(
         collectives=collectives,
         collectives_source=source,
         time=time,
-        mfu=mfu(program, seconds, causal=flash),
+        mfu=mfu(program, seconds, causal=skips_scores(padded_program, flash=flash)),
         mfu_causal=mfu(program, seconds, causal=True),
         flops=flops_by_part(program, flash=flash),
         chunk=loss_chunk(padded_program),

@@ -12,6 +12,7 @@ from graphtrain.config.schema import Mesh, Model, PipelineSettings, Program, Rem
 from graphtrain.config.tower import Tower
 from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.profiled_time import with_profile
+from graphtrain.cost_model.score_products import skips_scores
 from graphtrain.cost_model.time import mfu, moved_bytes, step_time
 from graphtrain.cost_model.tower import tower_program
 from graphtrain.cost_model.traffic import bubble_of, predict_collectives
@@ -150,7 +151,7 @@ def _candidate(
         moved = partial(moved_bytes, program, estimated_memory, flash, weights)
         estimated_time = with_profile(estimated_time, program, collectives, None, moved)
     seconds = estimated_time.total if estimated_time.is_complete else None
-    utilization = mfu(program, seconds, causal=flash)
+    utilization = mfu(program, seconds, causal=skips_scores(program, flash=flash))
     sent_bytes = sum(each.wire_bytes_per_step for each in collectives)
     return Candidate(program, estimated_memory, estimated_time, utilization, sent_bytes)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from graphtrain.models.attention.kernel_support import query_blocks
 from graphtrain.models.attention.score_mods import (
     ScoreTransform,
     score_derivative,
@@ -32,9 +33,6 @@ from lowering.tracing.cpu_hints import cast_round_to_even, materialize
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float
-
-_BLOCK = 128  # minimum queries per block, in sequences that have as many
-_BLOCKS = 8  # maximum number of blocks; each is unrolled in the program
 
 
 class Residuals(NamedTuple):
@@ -160,7 +158,7 @@ def _scores(
 
 def _blocks(length: int) -> Iterator[tuple[slice, slice]]:
     """Yield the queries of each block, and the keys that they may see, as slices of positions."""
-    count = min(max(length // _BLOCK, 1), _BLOCKS)
+    count = query_blocks(length)
     ends = [length * (index + 1) // count for index in range(count)]
     for begin, end in zip([0, *ends], ends, strict=False):
         yield slice(begin, end), slice(0, end)

@@ -14,6 +14,8 @@ from graphtrain.models.flops import value_head_dim
 from lowering.errors import LoweringError
 from lowering.machine.target import Target
 
+_CPU_BLOCK = 128  # minimum queries of a block on a CPU, in sequences that have as many
+_CPU_BLOCKS = 8  # maximum number of blocks; each is unrolled in the program
 _POSITIONS = ("q_seq", "kv_seq")  # array axes of positions inside attention
 RING_TILE = 512  # most queries of a tile in ring attention, of which one has scores at a time
 BLOCK = 128  # positions; block sizes and sequence lengths are multiples of it
@@ -79,10 +81,16 @@ def attention_of_step(program: ResolvedProgram) -> AttentionSpec:
     rules, mesh = program.rules, program.mesh
     split = any(mesh.size(rules.activations.get(axis, ())) > 1 for axis in _POSITIONS)
     batch, copies = program.batch, mesh.axes.get("data", 1)
-    per_replica = batch.gradient_reduction == "per_step" and copies > 1
+    reduces_once = batch.gradient_reduction == "per_step" and program.stages is None
+    per_replica = reduces_once and copies > 1
     return AttentionSpec.of(
         program.model, batch.seq_len, sharded_positions=split, per_replica=per_replica
     )
+
+
+def query_blocks(length: int) -> int:
+    """Return in how many blocks of queries a CPU computes the attention of a sequence."""
+    return min(max(length // _CPU_BLOCK, 1), _CPU_BLOCKS)
 
 
 def uses_flash_kernel(
