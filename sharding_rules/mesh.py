@@ -78,8 +78,10 @@ class MeshShape:
         axes = " x ".join(f"mesh.{name}" for name, size in self.axes.items() if size > 1)
         used, has = self.devices, f"{target} has {devices}"
         if used < devices and devices % used == 0:
+            if not axes:
+                return f'no axis of the mesh is above 1, and {has}; set one, as in data = "rest"'
             remedy = f'set one axis to "rest", or use a target of {used} devices'
-            return f"{axes or 'mesh'} = {used} uses {used} of the devices, and {has}; {remedy}"
+            return f"{axes} = {used} uses {used} of the devices, and {has}; {remedy}"
         needed = f"a multiple of {used}" if has_rest else str(used)
         least = 1 if has_rest else devices
         sizes = [str(size) for size in range(least, devices + 1) if devices % size == 0]

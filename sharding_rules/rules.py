@@ -15,6 +15,11 @@ from sharding_rules.errors import RuleProblem, RulesError, ShardingError
 
 Table = Mapping[str, tuple[str, ...]]
 
+_OTHER_NAMES = {  # of presets, in other tools
+    "zero3": "fsdp", "zero-3": "fsdp", "hsdp": "fsdp", "dp": "data", "ddp": "data", "tp": "tensor",
+    "sp": "sequence", "cp": "context", "ring": "context", "pp": "pipeline", "ep": "expert",
+    "zero-1": "zero1", "zero-2": "zero2",
+}  # fmt: skip
 _PRESETS = Path(__file__).parent / "presets"
 _TABLES = ("parameters", "gradients", "optimizer", "activations")
 
@@ -164,6 +169,8 @@ def _absent(name: str) -> str:
         folder = Path(name).parent
         present = [str(folder / path.name) for path in folder.glob("*.toml")]
         return f"no such file; {_closest(name, present) or 'write it, or name a preset'}"
+    if (preset := _OTHER_NAMES.get(name.lower())) is not None:
+        return f"no such preset; it is {preset} in graphtrain"
     hint = _closest(name, presets())
     every = f"use a preset ({', '.join(presets())}) or the path of a .toml file"
     return f"no such preset; {hint or every}"

@@ -231,10 +231,10 @@ def _print_imported(program: "ResolvedProgram", store: Path) -> None:
 
 
 def console():
-    """Return a console for stdout; not a terminal, it is wide enough that no table is cut."""
+    """Return a console for stdout; not a terminal, it is so wide that no table is cut."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+    return Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False)
 
 
 def _print_arrays(program: "ResolvedProgram", pattern: str) -> None:

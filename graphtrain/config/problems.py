@@ -177,6 +177,8 @@ def _suggestion(path: KeyPath) -> tuple[KeyPath, str]:
         unit = f": {how}" if (how := conversion(path[-1])) else ""
         return setting, f"{path[-1]} is {dotted(setting)} in graphtrain{unit}"
     if len(".".join(path)) <= _LONGEST_NAME and (nearest := _nearest(path)):
+        if nearest == path:
+            return (), "it is a setting of another kind of model; see program.model.overrides"
         return nearest, f"did you mean {dotted(nearest)}?"
     return (), _choices(path[:-1])
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import scored_layers
 from graphtrain.cost_model.passes import Passes
+from graphtrain.cost_model.score_products import score_products
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.tower import tower_program
 from graphtrain.models.flops import is_gated
@@ -39,6 +40,7 @@ def elementwise_bytes(program: ResolvedProgram, flash: bool) -> float:
     layers = (_PASSES + again) * sizes.layers * _layer(program, sizes)
     scores = 0.0 if flash else scored_layers(program.model) * sizes.layers * _scores(sizes)
     scores *= _PASSES + (program.model.remat != "none")
+    scores *= score_products(program, flash=flash).computed
     logits = _PASSES * _logits(program, sizes)
     blocks = sizes.layers * _sums_of_blocks(program, sizes)
     of_microbatch = _REPEATS * layers + scores + logits + blocks

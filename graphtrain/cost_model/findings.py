@@ -125,8 +125,8 @@ def _needless_flops(program: ResolvedProgram, excess: float | None) -> Iterator[
         remedy = " Set program.model.moe.capacity_factor, for example to 1.25."
         yield (
             f"the mixture computes {moe.experts} experts for each token's "
-            f"{moe.experts_per_token}: {reason}. The step computes {share:.1f} x the FLOPs of the "
-            f"chosen experts.{'' if is_imported(program.model) else remedy}"
+            f"{moe.experts_per_token}: {reason}. The whole step computes {share:.1f} x the FLOPs "
+            f"that it would with the chosen experts.{'' if is_imported(program.model) else remedy}"
         )
         return
     known = expected_excess(program, flash=flash)

@@ -33,11 +33,11 @@ def score_products(program: ResolvedProgram, *, flash: bool, masked: bool = True
             Compiled programs are counted without the mask. A ring, and blocks on a CPU, skip pairs
             in the program itself: they are counted alike in both.
     """
+    if flash:
+        return ScoreProducts(0.5 if masked else 1.0, _OF_KERNELS)
     if devices := ring_devices(program):
         # Two of four pairs of chunks in a step, three in the first: models/attention/ring.py.
         return ScoreProducts((2 * devices + 1) / (4 * devices), _OF_LOG_SUMS)
-    if flash:
-        return ScoreProducts(0.5 if masked else 1.0, _OF_KERNELS)
     if program.target.platform == "cpu" and _is_native(program):
         blocks = query_blocks(program.batch.seq_len)
         keeps_sums = program.model.remat in ("none", "attention")

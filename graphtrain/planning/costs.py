@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from graphtrain.cost_model.assessment import StepTime
 from graphtrain.errors import PlanError
@@ -27,6 +27,13 @@ _PUBLISHED_DTYPES = "bfloat16", "float16"  # of their models; products may be in
 _Price = Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]
 
 
+def _visible(text: str) -> str:
+    """Refuse text that a terminal would not show in one line."""
+    if not text.strip() or not text.isprintable():
+        raise ValueError("should be the name or the sign of a currency, as in EUR")
+    return text
+
+
 @dataclass(frozen=True)
 class Prices:
     """Prices of machines, from a file of the user; graphtrain ships none."""
@@ -34,7 +41,7 @@ class Prices:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     device_hour: Mapping[str, _Price]  # of one device for an hour, by machine or target
-    currency: Annotated[str, Field(min_length=1, max_length=20)] = "USD"  # only shown
+    currency: Annotated[str, Field(max_length=20), AfterValidator(_visible)] = "USD"  # only shown
 
     def hour(self, target: Target) -> float:
         """Return the price of all devices of a target for an hour; that of its own name first.

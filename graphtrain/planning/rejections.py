@@ -76,7 +76,8 @@ def _reason(winner: Candidate | None, best: Candidate) -> str:
 def _excess_memory(best: Candidate) -> str:
     """Describe the memory of a strategy that does not fit."""
     memory = best.memory
-    needed = f"{memory.peak / 1e9:.1f} GB of {memory.capacity / 1e9:.0f} GB"
+    capacity = memory.capacity / 1e9
+    needed = f"{memory.peak / 1e9:.1f} GB of {capacity:.{0 if capacity >= 10 else 2}f} GB"
     parts = {name: getattr(memory, name) for name in _MEMORY_PARTS}
     largest = max(parts, key=lambda name: parts[name])
     largest_part = f"largest part: {largest} {parts[largest] / 1e9:.1f} GB"

@@ -302,4 +302,6 @@ def _share_of_peak(assessment: "Assessment") -> str:
     own = achieved.machine == machine_of(assessment.target)
     narrow = "" if achieved.products_8bit is None else f", 8 bits {achieved.products_8bit:.0%}"
     shares = f"{achieved.products:.0%} of peak FLOP/s{narrow}, attention {achieved.attention:.0%}"
+    if not achieved.machine:
+        return f"at {shares}, which the file of targets gives"
     return f"at {shares}: as published steps{'' if own else f' on {achieved.machine}'}"

@@ -30,9 +30,10 @@ def factory(model: TorchModel) -> Callable[[], torch.nn.Module]:
     if model.hf is not None:
         # It keeps the functions of torch.nn.init that it finds, so never those of a recorder.
         importlib.import_module("transformers.initialization")
-        from graphtrain.torch_frontend.transformers_model import from_config
+        from graphtrain.torch_frontend.transformers_model import check_overrides, from_config
 
         config = read_config(model.hf, model.overrides)
+        check_overrides(config, model.overrides)
         if model.vocab_padding and model.vocab:
             config = with_vocab_size(config, model.vocab)
         return lambda: from_config(config, with_images=bool(model.images))
@@ -41,7 +42,7 @@ def factory(model: TorchModel) -> Callable[[], torch.nn.Module]:
     error_prefix = f'torch = "{model.torch}": '
     try:
         build_module = getattr(_import_module(name), function, None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise user_code_error(f"{error_prefix}importing {name}", error) from error
     if not callable(build_module):
         raise ImportedModelError(f"{error_prefix}{name} has no function {function}")
@@ -49,7 +50,7 @@ def factory(model: TorchModel) -> Callable[[], torch.nn.Module]:
     def call() -> torch.nn.Module:
         try:
             return build_module(**model.overrides)  # pyright: ignore[reportReturnType]  (build_on_meta checks it)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             overrides_text = f" (overrides = {dict(model.overrides)})" if model.overrides else ""
             raise user_code_error(f"{error_prefix}{function}{overrides_text}", error) from error
 

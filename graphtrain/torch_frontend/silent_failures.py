@@ -110,7 +110,7 @@ def innermost_user_line(frames: Sequence[traceback.FrameSummary]) -> str:
     return f"{last.filename}:{last.lineno}"
 
 
-def user_code_error(who: str, error: Exception) -> Exception:
+def user_code_error(who: str, error: Exception | SystemExit) -> Exception | SystemExit:
     """Return an error that says what the module's code raised, and in which line.
 
     An error of graphtrain itself is returned unchanged.

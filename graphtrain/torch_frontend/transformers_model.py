@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from graphtrain.errors import ImportedModelError
 from graphtrain.torch_frontend import expert_loops, private_torch
 
 _MODELS = os.path.join("transformers", "models", "")
+_MISSPELT = 0.9  # similarity of a name to the one that was meant
 _AUTO = os.path.join(_MODELS, "auto", "")
 
 
@@ -74,6 +76,38 @@ def from_config(config: dict[str, Any], *, with_images: bool = False) -> torch.n
     store_buffers_as_parameters(model)
     list_tied_sources_first(model)
     return model
+
+
+def check_overrides(config: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Refuse misspelt overrides, which would do nothing.
+
+    Other names that the class of the configuration does not have are accepted: some of them are
+    read, such as rope_theta.
+
+    Args:
+        config: contents of config.json, with the overrides.
+        overrides: settings that replace those of the file.
+
+    Raises:
+        ImportedModelError: an override has almost the name of a setting.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if config["model_type"] not in CONFIG_MAPPING:
+        return  # from_config() refuses it
+    config_class = CONFIG_MAPPING[config["model_type"]]
+    try:
+        settings = vars(config_class())
+    except Exception:  # it has settings without a default
+        return
+    known = {name for name in (*settings, *config_class.attribute_map) if name[0] != "_"}
+    for name in overrides:
+        if not hasattr(config_class, name) and name not in known:
+            for close in get_close_matches(name, known, n=1, cutoff=_MISSPELT):
+                raise ImportedModelError(
+                    f"program.model.overrides.{name}: {config['model_type']} has no such setting; "
+                    f"did you mean {close}?"
+                )
 
 
 def with_special_floats(value: Any) -> Any:

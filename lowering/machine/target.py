@@ -26,7 +26,7 @@ class Achieved:
     products: float  # of the peak FLOP/s, by matrix products in 16 and 32 bits
     attention: float  # of the peak FLOP/s, by kernels of causal attention that skip masked blocks
     tensor_overlap: float  # of the communication of tensor parallelism, hidden behind products
-    machine: str = ""  # whose steps were published; empty: nobody's
+    machine: str = ""  # whose steps were published; empty: nobody's, the user gives them
     products_8bit: float | None = None  # of the peak in fp8 or int8; None: as products
 
     @property
@@ -36,6 +36,8 @@ class Achieved:
 
 
 AT_PEAK = Achieved(products=1.0, attention=1.0, tensor_overlap=0.0)
+# Numbers of a machine that its published steps were predicted with.
+_SPEEDS = {"achieved", "flops", "bandwidth", "link", "network", "group", "per_host"}
 # Machines whose fractions stand for those of the platform's other machines.
 _LIKE = {"cuda": "h100", "rocm": "h100", "tpu": "v5p", "neuron": "trn1", "ascend": "ascend910b"}
 
@@ -235,8 +237,12 @@ class Target:
             return None
         alike = self.specification.get("like", _LIKE.get(self.platform))
         machine = self.machine if "achieved" in self.specification else alike
-        table = machine and (specification(machine) or {}).get("achieved")
-        return Achieved(**table, machine=machine) if table and machine else None
+        of_machine = (machine and specification(machine)) or {}
+        if not machine or not (table := of_machine.get("achieved")):
+            return None
+        changed = _SPEEDS.intersection(of_machine.get("file_numbers", ()))
+        published = f"the built-in {machine}" if changed else machine
+        return Achieved(**table, machine="" if "achieved" in changed else published)
 
     def peak_flops(self, dtype: str) -> float:
         """Return the peak FLOP/s of all devices together; 0.0 if it is unknown for the dtype.

@@ -209,6 +209,12 @@ def test_what_an_authors_code_raises_is_told_with_its_line(front_end, overrides,
         open_model(model("Raising", front_end, **overrides))
 
 
+def test_a_factory_that_exits_is_told(tmp_path):
+    (tmp_path / "leaves.py").write_text("import sys\n\ndef model():\n    sys.exit(3)\n")
+    with pytest.raises(ImportedModelError, match=r"raises SystemExit at .*leaves\.py:4: 3"):
+        open_model(TorchModel(torch=f"{tmp_path / 'leaves.py'}:model", vocab=16))
+
+
 def test_a_file_that_cannot_be_imported_is_told_with_its_line(tmp_path):
     (tmp_path / "half.py").write_text("import torch\nimport no_such_part\n")
     for _ in range(2):  # half of it is not kept
@@ -232,6 +238,13 @@ def test_a_config_that_transformers_refuses_is_told_in_a_line(tmp_path, config, 
     with pytest.raises(ImportedModelError, match=words) as caught:
         open_model(TorchModel(hf=str(tmp_path), vocab=16))
     assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_override_is_told(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    misspelt = TorchModel(hf=str(tmp_path), vocab=16, overrides={"num_hiden_layers": 2})
+    with pytest.raises(ImportedModelError, match="no such setting; did you mean num_hidden_lay"):
+        open_model(misspelt)
 
 
 def test_a_record_that_is_damaged_or_of_another_version_is_made_anew(tmp_path):

@@ -63,9 +63,18 @@ def test_single_numbers_of_a_known_machine_are_changed(write):
     assert target.memory_bytes == 94e9 and target.peak_flops("bfloat16") == 8 * 835e12
     assert target.peak_flops("fp8") == 8 * built_in()["h100"]["flops"]["fp8"]
     assert target.specification["file_numbers"] == ["memory", "flops"]
-    assert target.achieved is not None and target.achieved.machine == "h100"
+    assert target.achieved is not None and target.achieved.machine == "the built-in h100"
     write("")  # another version of the file, which the same process reads
     assert Target.parse("h100:8").memory_bytes == 80e9
+
+
+def test_shares_of_the_user_are_of_no_published_step(write):
+    write("[h100]\nachieved = { products = 0.9, attention = 0.8, tensor_overlap = 0.5 }\n")
+    achieved = Target.parse("h100:8").achieved
+    assert achieved is not None and (achieved.products, achieved.machine) == (0.9, "")
+    write("[h100]\nmemory = 94e9\n")  # which no time depends on
+    assert Target.parse("h100:8").achieved == Target.parse("h100:16").achieved
+    assert (achieved := Target.parse("h100:8").achieved) and achieved.machine == "h100"
 
 
 def test_a_machine_based_on_another_reaches_what_the_other_does(write):

@@ -106,6 +106,14 @@ def test_wrong_prices_are_named(tmp_path, text, problem):
         read_prices(tmp_path / "none.toml")
 
 
+@pytest.mark.parametrize("currency", ["", "  ", "EUR\\u001b[31m", "EUR\\n"])
+def test_a_currency_that_a_line_cannot_show_is_refused(currency, tmp_path):
+    path = tmp_path / "prices.toml"
+    path.write_text(f'currency = "{currency}"\n[device_hour]\nh100 = 2.5\n')
+    with pytest.raises(PlanError, match=r"currency: .*the name or the sign of a currency"):
+        read_prices(path)
+
+
 def test_prices_are_read(tmp_path):
     path = tmp_path / "prices.toml"
     path.write_text('currency = "EUR"\n[device_hour]\nh100 = 2.5\n"v5p:2x2x1" = 4\n')

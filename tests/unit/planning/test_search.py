@@ -23,6 +23,12 @@ def test_strategies_that_fit_are_ranked_by_time(vary):
     assert all(one.memory.fits for one in found.ranked)
 
 
+def test_padding_that_no_strategy_has_is_refused(vary):
+    padded = ["program.batch.global_batch_size=12", "program.batch.padding_sequences=4"]
+    with pytest.raises(PlanError, match=r"without padding; add --set program\.batch\.padding_seq"):
+        search(vary(["program.target=h100:8", *padded]).settings)
+
+
 def test_every_strategy_fills_the_machine_and_is_one_of_a_kind(vary):
     every = list(candidates(vary(["program.target=h100:8"]).settings))
     assert {one.mesh.devices for one in every} == {8}

@@ -35,6 +35,11 @@ def test_idle_devices_are_refused():
         MeshShape.resolve({"data": 2}, devices=8)
 
 
+def test_a_mesh_without_a_size_names_one():
+    with pytest.raises(ShardingError, match=r'no axis .* is above 1, .*as in data = "rest"'):
+        MeshShape.resolve({"data": 1}, devices=8)
+
+
 def test_two_open_axes_are_refused():
     with pytest.raises(ShardingError, match=r'only one axis can be "rest", not data and fsdp'):
         MeshShape.resolve({"data": "rest", "fsdp": "rest"}, devices=8)

@@ -18,6 +18,11 @@ def test_a_missing_preset_lists_those_there_are():
         Rules.load(["wide"])
 
 
+def test_the_name_of_another_tool_names_the_preset():
+    with pytest.raises(ShardingError, match="'zero3': no such preset; it is fsdp in graphtrain"):
+        Rules.load(["zero3"])
+
+
 def test_a_misspelt_array_axis_suggests_the_nearest(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('[parameters]\nhaeds = "tensor"\n')
