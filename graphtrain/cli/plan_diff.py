@@ -74,6 +74,8 @@ def diff(
     for name, assessment in assessed.items():
         if assessment.note:
             say(f"{name}: {assessment.note}")
+    if any(one.phases for one in programs.values()):
+        say("compared are the steps of the last phases; earlier [[program.phase]] are not")
     plan_changes = differences(assessed["before"], assessed["after"])
     if as_json:
         click.echo(json.dumps([asdict(change) for change in plan_changes]))

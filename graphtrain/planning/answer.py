@@ -81,10 +81,12 @@ class Answer:
             causes=self.causes,
         )
         if self.phases:
-            from graphtrain.planning.phases import phases_table
+            from graphtrain.planning.phases import misfits, phases_table
 
             console.print()
             console.print(phases_table(self.phases))
+            for line in misfits(self.phases):
+                console.print(line, soft_wrap=True)
 
     def _repr_html_(self) -> str:
         from graphtrain.planning.text import assessment_as_html

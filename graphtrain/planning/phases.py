@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from graphtrain.planning.assess import assess_all
 from graphtrain.planning.costs import Cost, PhaseSteps, Workload
 from graphtrain.planning.formats import format_seconds
 from graphtrain.planning.tables import empty_table, megabytes
+from graphtrain.planning.text import fit_summary
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -96,6 +97,16 @@ def phases_table(plans: Sequence[PhasePlan]) -> Table:
             memory.source,
         )
     return table
+
+
+def misfits(plans: Sequence[PhasePlan]) -> Iterator[str]:
+    """Yield a line for each earlier phase whose step does not fit into memory."""
+    for plan in plans[:-1]:
+        if not plan.assessment.memory.fits:
+            yield (
+                f"phase {plan.phase.number} {fit_summary(plan.assessment)}; give it more "
+                "microbatches in [[program.phase]], or plan a larger target"
+            )
 
 
 def phase_as_json(plan: PhasePlan) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import pytest
 
 from graphtrain.cache import Cache
+from graphtrain.planning.answer import answer
 from graphtrain.planning.costs import Workload
 from graphtrain.planning.targets import compare_targets
 
@@ -40,3 +41,13 @@ def test_the_memory_of_a_target_is_that_of_the_largest_phase(vary, tmp_path):
     assert row.assessment and row.largest
     assert row.largest is row.phases[0].assessment
     assert row.largest.memory.peak > row.assessment.memory.peak
+
+
+def test_an_earlier_phase_that_does_not_fit_is_named(vary, tmp_path):
+    def planned(change=()):
+        phase = "program.phase=[{until=1, global_batch_size=8192}]"
+        return vary(["program.target=v5e:2x2", phase, "run.steps=2", *change])
+
+    found = answer(planned(), planned, Cache(tmp_path), compile=False)
+    assert not found.fits and found.assessment.memory.fits
+    assert "phase 1 does not fit v5e:2x2: peak " in str(found)
