@@ -85,7 +85,7 @@ def check_overrides(config: dict[str, Any], overrides: Mapping[str, Any]) -> Non
     read, such as rope_theta.
 
     Args:
-        config: contents of config.json, with the overrides.
+        config: contents of config.json.
         overrides: settings that replace those of the file.
 
     Raises:
@@ -101,6 +101,7 @@ def check_overrides(config: dict[str, Any], overrides: Mapping[str, Any]) -> Non
     except Exception:  # it has settings without a default
         return
     known = {name for name in (*settings, *config_class.attribute_map) if name[0] != "_"}
+    known |= config.keys()
     for name in overrides:
         if not hasattr(config_class, name) and name not in known:
             for close in get_close_matches(name, known, n=1, cutoff=_MISSPELT):
