@@ -9,7 +9,7 @@ from flax import nnx
 from graphtrain.config.schema import Model
 from graphtrain.graphs.optimizer import _clip
 from graphtrain.models.activations import ACTIVATIONS, apply_activation
-from graphtrain.models.attention import blockwise
+from graphtrain.models.attention import blockwise, kernel_support
 from graphtrain.models.attention.blockwise import blockwise_attention
 from graphtrain.models.attention.dot_product import dot_product_attention
 from graphtrain.models.attention.score_mods import ScoreTransform
@@ -50,7 +50,7 @@ def with_gradients(function, arrays, gradient):
 def test_attention_in_blocks_is_attention(
     scoring, window, documents, dtype, tolerance, monkeypatch
 ):
-    monkeypatch.setattr(blockwise, "_BLOCK", 4)
+    monkeypatch.setattr(kernel_support, "_CPU_BLOCK", 4)
     heads = (4, 2, 2)
     arrays = [normal(seed, 2, LENGTH, n, 8, dtype=dtype) for seed, n in enumerate(heads)]
     gradient = normal(3, 2, LENGTH, 4, 8, dtype=dtype)
