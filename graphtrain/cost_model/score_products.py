@@ -35,7 +35,7 @@ def score_products(program: ResolvedProgram, *, flash: bool, masked: bool = True
     """
     if flash:
         return ScoreProducts(0.5 if masked else 1.0, _OF_KERNELS)
-    if devices := ring_devices(program):
+    if devices := _ring_devices(program):
         # Two of four pairs of chunks in a step, three in the first: models/attention/ring.py.
         return ScoreProducts((2 * devices + 1) / (4 * devices), _OF_LOG_SUMS)
     if program.target.platform == "cpu" and _is_native(program):
@@ -51,7 +51,7 @@ def skips_scores(program: ResolvedProgram, *, flash: bool) -> bool:
     return score_products(program, flash=flash).computed < 1
 
 
-def ring_devices(program: ResolvedProgram) -> int:
+def _ring_devices(program: ResolvedProgram) -> int:
     """Return the number of devices in a ring of attention; 0 without one."""
     axes = program.rules.activations.get("kv_seq", ())
     devices = program.mesh.size(axes)

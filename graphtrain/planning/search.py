@@ -92,12 +92,13 @@ class _Task:
     def of(cls, program: Program, settings: SearchSettings) -> _Task:
         sizes = batch_sizes(program, settings)
         capacity = usable_bytes(Target.parse(program.target), settings)
-        given = without_strategy(without_phases(program))
-        if without_phases(program).batch.padding_sequences:
+        last = without_phases(program)
+        if last.batch.padding_sequences:
             raise PlanError(
                 "plan search tries batches that fill the mesh, without padding; add --set "
                 "program.batch.padding_sequences=0, or plan the mesh with graphtrain plan"
             )
+        given = without_strategy(last)
         native = with_native_model(given)
         imported, choices, not_tried = None, SearchOptions(), _ruled_out(given)
         if native is not given:

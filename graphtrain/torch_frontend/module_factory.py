@@ -33,7 +33,8 @@ def factory(model: TorchModel) -> Callable[[], torch.nn.Module]:
         from graphtrain.torch_frontend.transformers_model import check_overrides, from_config
 
         config = read_config(model.hf, model.overrides)
-        check_overrides(read_config(model.hf, {}), model.overrides)
+        if model.overrides:
+            check_overrides(read_config(model.hf, {}), model.overrides)
         if model.vocab_padding and model.vocab:
             config = with_vocab_size(config, model.vocab)
         return lambda: from_config(config, with_images=bool(model.images))
