@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from lowering.errors import LoweringError
@@ -104,7 +105,7 @@ class Target:
         """Compiler platform, which selects the backend; built in: see backends.BUILT_IN."""
         return self.specification.get("platform", "cpu")
 
-    @property
+    @cached_property  # a search reads it a million times, and each looks at the user's file
     def specification(self) -> dict[str, Any]:
         """The machine's table; empty for cpu, whose data is read at run time.
 
