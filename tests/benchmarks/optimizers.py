@@ -44,7 +44,11 @@ def losses(kinds: list[str], peaks: list[float], steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         quickstart = Quickstart(folder)
         for kind in kinds:
-            common = f"program.optimizer.kind={kind}", f"run.steps={steps}"
+            common = (
+                f"program.optimizer.kind={kind}",
+                f"run.steps={steps}",
+                "program.precision.compute=bfloat16",
+            )
             quickstart.compile(common)
             for peak in peaks:
                 rates = f"run.learning_rate.peak={peak}", f"run.learning_rate.minimum={peak / 10}"
