@@ -27,13 +27,8 @@ xla.devices(Target.parse("cpu:8"))  # starts the backend, so that no test takes 
 
 
 def compile_quickly(compile_program: Callable[[Lowered], Any]) -> Callable[[Lowered], Any]:
-    """Let XLA optimize programs, and little that tests compute beside them: a fifth of their time.
-
-    Places in the source are those of the call alone; its callers take a tenth of a lowering.
-    """
-    quickly = {"jax_disable_most_optimizations": True, "jax_traceback_in_locations_limit": 1}
-    for name, value in quickly.items():
-        jax.config.update(name, value)
+    """Let XLA optimize programs, and not what tests compute beside them: a fifth of their time."""
+    jax.config.update("jax_disable_most_optimizations", True)
 
     def compile_with_its_options(lowered: Lowered) -> Any:
         jax.config.update("jax_disable_most_optimizations", False)
