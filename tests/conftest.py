@@ -21,7 +21,7 @@ from lowering.lowered import Lowered  # noqa: E402
 from lowering.machine.target import Target  # noqa: E402
 from lowering.xla import backend as xla  # noqa: E402
 
-pytest_plugins = ["skips", "small_datasets"]
+pytest_plugins = ["out_of_time", "skips", "small_datasets"]
 
 xla.devices(Target.parse("cpu:8"))  # starts the backend, so that no test takes another number
 

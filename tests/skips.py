@@ -28,6 +28,7 @@ NEEDS = [
     (r"needs root and apt-get install slurm|no Chromium", "root, to install them", USER),
     (r"needs a filter of system calls", "Linux", sys.platform != "linux"),
     (r"libtpu", "x86-64, the only processor with a TPU compiler", PROCESSOR),
+    (r"out of time$", "a faster machine; the summary names all of them", True),
     (r"graphtrain\[ascend\]", "Python before 3.13, for MindSpore", sys.version_info >= (3, 13)),
 ]
 

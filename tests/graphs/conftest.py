@@ -16,6 +16,18 @@ def forget_programs() -> Iterator[None]:
     jax.clear_caches()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def short_places(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Lower operations with the line that calls them, and without that line's callers: 10 % of the
+    time of a test. Tests that tell operations apart by their places have the callers, too."""
+    name = "jax_traceback_in_locations_limit"
+    callers = jax.config.values[name]
+    if request.path.stem not in ("test_blame", "test_collectives", "test_pipeline_structure"):
+        jax.config.update(name, 1)
+    yield
+    jax.config.update(name, callers)
+
+
 @pytest.fixture
 def little_effort() -> Iterator[None]:
     """For programs in which XLA:TPU's slowest passes change nothing that is asked.

@@ -1,0 +1,64 @@
+"""End on time on a slow machine, and say which tests did not run.
+
+`pytest --minutes 60` begins no test after 60 minutes. The summary names what was left out, and how
+much it is. With `--first N`, the tests begin with the N-th file, and those before it come last: if
+N changes from run to run, no test is left out each time.
+"""
+
+import time
+from collections import Counter
+
+import pytest
+
+REASON = "out of time"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--minutes", type=float, help="begin no test after so many minutes")
+    parser.addoption("--first", type=int, default=0, help="number of the file to begin with")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    minutes = config.getoption("minutes")
+    # Workers of pytest-xdist start later; the time counts from the start of the process above.
+    started = getattr(config, "workerinput", {}).get("started", time.time())
+    config.stash[_STARTED] = started
+    config.stash[_END] = started + 60 * minutes if minutes else float("inf")
+
+
+_STARTED, _END = pytest.StashKey[float](), pytest.StashKey[float]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:  # a worker of pytest-xdist
+    node.workerinput["started"] = node.config.stash[_STARTED]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    files = list(dict.fromkeys(item.path for item in items))
+    if files:
+        first = config.getoption("first") % len(files)
+        place = {file: (index - first) % len(files) for index, file in enumerate(files)}
+        items.sort(key=lambda item: place[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > item.config.stash[_END]:
+        pytest.skip(REASON)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Name the files with tests that were left out."""
+    reports = terminalreporter.stats.get("skipped", [])
+    left = Counter(
+        one.nodeid.partition("::")[0]
+        for one in reports
+        if isinstance(one.longrepr, tuple) and one.longrepr[2].endswith(REASON)
+    )
+    if not left:
+        return
+    minutes = config.getoption("minutes")
+    terminalreporter.section(f"{left.total()} tests did not run within {minutes:g} minutes")
+    for file, count in left.items():
+        terminalreporter.line(f"{count:4} of {file}")
