@@ -176,8 +176,13 @@ def communication_seconds(
 ) -> dict[str, float | None]:
     """Return the seconds of communication by mesh axes; None where the bandwidth is unknown."""
     seconds: dict[str, float | None] = {}
+    speeds: dict[tuple[tuple[str, ...], int, str], float] = {}
     for collective in collectives:
-        axes, speed = "+".join(collective.axes), speed_of(collective, mesh, target)
+        axes = "+".join(collective.axes)
+        group = collective.axes, collective.devices, collective.network
+        speed = speeds.get(group)
+        if speed is None:
+            speed = speeds[group] = speed_of(collective, mesh, target)
         if not speed:
             seconds[axes] = None
             continue
