@@ -37,7 +37,7 @@ def pytest_configure_node(node) -> None:  # a worker of pytest-xdist
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     files = list(dict.fromkeys(item.path for item in items))
     if files:
-        first = config.getoption("first") % len(files)
+        first = (config.getoption("first") or 0) % len(files)
         place = {file: (index - first) % len(files) for index, file in enumerate(files)}
         items.sort(key=lambda item: place[item.path])
 
