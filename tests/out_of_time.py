@@ -1,8 +1,8 @@
 """End on time on a slow machine, and say which tests did not run.
 
 `pytest --minutes 60` begins no test after 60 minutes. The summary names what was left out, and how
-much it is. With `--first N`, the tests begin with the N-th file, and those before it come last: if
-N changes from run to run, no test is left out each time.
+much it is; it is an error if it is most of them. With `--first N`, the tests begin with the N-th
+file, and those before it come last: if N changes from run to run, no test is left out each time.
 """
 
 import time
@@ -48,14 +48,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(REASON)
 
 
-def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    """Name the files with tests that were left out."""
-    reports = terminalreporter.stats.get("skipped", [])
-    left = Counter(
+def left_out(reporter: pytest.TerminalReporter) -> Counter[str]:
+    """Return how many tests of each file were left out."""
+    return Counter(
         one.nodeid.partition("::")[0]
-        for one in reports
+        for one in reporter.stats.get("skipped", [])
         if isinstance(one.longrepr, tuple) and one.longrepr[2].endswith(REASON)
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(session.config, "workerinput"):
+        return
+    ended = sum(len(reporter.stats.get(name, ())) for name in ("passed", "failed", "skipped"))
+    if left_out(reporter).total() > ended / 2:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Name the files with tests that were left out."""
+    left = left_out(terminalreporter)
     if not left:
         return
     minutes = config.getoption("minutes")
