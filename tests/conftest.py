@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import shapes
@@ -15,32 +13,12 @@ from hypothesis import settings
 
 shapes.install()
 
-import jax  # noqa: E402
-
-from lowering.lowered import Lowered  # noqa: E402
 from lowering.machine.target import Target  # noqa: E402
 from lowering.xla import backend as xla  # noqa: E402
 
 pytest_plugins = ["out_of_time", "skips", "small_datasets"]
 
 xla.devices(Target.parse("cpu:8"))  # starts the backend, so that no test takes another number
-
-
-def compile_quickly(compile_program: Callable[[Lowered], Any]) -> Callable[[Lowered], Any]:
-    """Let XLA optimize programs, and not what tests compute beside them: a fifth of their time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-
-    def compile_with_its_options(lowered: Lowered) -> Any:
-        jax.config.update("jax_disable_most_optimizations", False)
-        try:
-            return compile_program(lowered)
-        finally:
-            jax.config.update("jax_disable_most_optimizations", True)
-
-    return compile_with_its_options
-
-
-xla._compile = compile_quickly(xla._compile)
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no defect
 settings.load_profile("untimed")

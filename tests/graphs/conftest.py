@@ -1,10 +1,14 @@
 """What the tests of this folder share."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
 from programs import loaded
+
+from lowering.lowered import Lowered
+from lowering.xla import backend as xla
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,6 +30,25 @@ def short_places(request: pytest.FixtureRequest) -> Iterator[None]:
         jax.config.update(name, 1)
     yield
     jax.config.update(name, callers)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_optimization() -> Iterator[None]:
+    """Let XLA optimize programs, and not what tests compute beside them: a fifth of their time."""
+    name, compile_program = "jax_disable_most_optimizations", xla._compile
+
+    def compile_with_its_options(lowered: Lowered) -> Any:
+        jax.config.update(name, False)
+        try:
+            return compile_program(lowered)
+        finally:
+            jax.config.update(name, True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla, "_compile", compile_with_its_options)
+        jax.config.update(name, True)
+        yield
+        jax.config.update(name, False)
 
 
 @pytest.fixture
