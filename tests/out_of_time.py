@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 
 REASON = "out of time"
+_STARTED, _END = pytest.StashKey[float](), pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,10 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Workers of pytest-xdist start later; the time counts from the start of the process above.
     started = getattr(config, "workerinput", {}).get("started", time.time())
     config.stash[_STARTED] = started
-    config.stash[_END] = started + 60 * minutes if minutes else float("inf")
-
-
-_STARTED, _END = pytest.StashKey[float](), pytest.StashKey[float]()
+    config.stash[_END] = float("inf") if minutes is None else started + 60 * minutes
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -35,9 +33,8 @@ def pytest_configure_node(node) -> None:  # a worker of pytest-xdist
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    files = list(dict.fromkeys(item.path for item in items))
-    if files:
-        first = (config.getoption("first") or 0) % len(files)
+    if first := config.getoption("first"):
+        files = list(dict.fromkeys(item.path for item in items))
         place = {file: (index - first) % len(files) for index, file in enumerate(files)}
         items.sort(key=lambda item: place[item.path])
 
