@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import StepTime
 from graphtrain.cost_model.compute import flops_by_part
+from graphtrain.cost_model.elementwise import elementwise_bytes
 from graphtrain.cost_model.machine_profile import MachineProfile
 from graphtrain.cost_model.measured_time import (
     CoreShare,
@@ -55,19 +56,21 @@ def time_at_speeds_of(
     """
     share = CoreShare(program.target.devices, profile.cores)
     compute = share.of(_seconds_of_products(program, profile), profile.cores).clock
-    moved = moved_bytes * seconds_per_byte(round(moved_bytes), profile)
+    per_byte = seconds_per_byte(round(moved_bytes), profile)
+    between_products = elementwise_bytes(program, flash=False) * per_byte
     sent: dict[str, PartSeconds] = {}
     for one in collectives:
         axes = "+".join(one.axes)
         seconds = share.of(one.count * collective_seconds(one, profile), 1)
         sent[axes] = sent.get(axes, PartSeconds()) + seconds
+    in_ticks = compute + share.of(between_products, profile.cores).clock
     bubble = bubble_of(program)
     return replace(
         time,
         compute=compute,
-        memory=share.of(moved, profile.cores).clock,
+        memory=share.of(moved_bytes * per_byte, profile.cores).clock,
         communication={axes: seconds.clock for axes, seconds in sent.items()},
-        bubble=compute * bubble / (1 - bubble),  # in which devices compute on zeros
+        bubble=in_ticks * bubble / (1 - bubble),  # in which devices compute on zeros
         overlapped=0.0,  # devices share the cores
         profile_note="",
         speeds=profile.source,

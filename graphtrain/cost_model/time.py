@@ -75,11 +75,13 @@ def step_time(
         hideable -= seconds_beyond_ticks(program, collectives, parts, seconds_of)
     hideable = max(0.0, hideable)
     exposed = sum(seconds or 0.0 for seconds in communication.values()) - hideable
-    # Collectives are counted in the bubble's ticks too. Without a known compute time, their share
-    # is what is known of the bubble: else a pipeline would look free.
     moved = moved_bytes(program, memory, flash, weights)
     bandwidth = target.specification.get("bandwidth")
-    idle = (exposed if compute is None else compute) * bubble / (1 - bubble)
+    # Collectives are counted in the bubble's ticks too. Without a known compute time, their share
+    # is what is known of the bubble: else a pipeline would look free.
+    between_products = elementwise_bytes(program, flash) / bandwidth if bandwidth else 0.0
+    in_ticks = exposed if compute is None else compute + between_products
+    idle = in_ticks * bubble / (1 - bubble)
     return StepTime(
         compute=compute,
         memory=moved / bandwidth if bandwidth else None,

@@ -86,6 +86,11 @@ class Prediction:
     def _compute(self) -> float:
         return self._at_peak.compute or 0.0
 
+    @property
+    def _idle_per_tick(self) -> float:
+        idle = bubble_of(self.program)
+        return idle / (1 - idle)
+
     def seconds(self, achieved: Achieved) -> float:
         """Return the seconds of a step that reaches fractions of the machine's peak."""
         peak, reached = self._at_peak, achieved.attention
@@ -97,7 +102,7 @@ class Prediction:
         # Published pipelines are taken to sum gradients beside their last backward passes, as
         # Megatron-LM does (--overlap-grad-reduce); most of graphtrain's own do so after them.
         hideable = hideable_seconds(peak.communication, achieved)
-        bubble = (peak.bubble or 0.0) * compute / self._compute
+        bubble = (peak.bubble or 0.0) + (compute - self._compute) * self._idle_per_tick
         time = replace(peak, compute=compute, bubble=bubble, overlapped=min(hideable, compute))
         return time.known
 

@@ -11,6 +11,7 @@ from graphtrain.cost_model.exposed_reductions import exposed_reductions
 from graphtrain.cost_model.host_transfers import exposed_seconds
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.time import bandwidth_of, moved_bytes, overlap_of, speed_of, step_time
+from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.mlp_block_count import mlp_block_count
 from graphtrain.planning.assess import estimate
 from lowering.hlo.collectives import Collective
@@ -164,6 +165,15 @@ def test_sums_after_the_last_tick_of_a_pipeline_overlap_with_nothing(vary, sched
     apart = estimate(vary([target, "program.mesh={data=8}", batch]))
     assert not any(one.exposed for one in apart.collectives)
     assert apart.time.overlapped > 0
+
+
+def test_the_bubble_is_a_share_of_what_a_stage_does_in_its_ticks(vary):
+    batch = "program.batch={global_batch_size=32, seq_len=512, microbatches=4}"
+    program = vary(["program.target=h100:2", "program.mesh={stage=2}", batch])
+    time, flash = estimate(program).time, step_uses_flash_kernel(program)
+    between = elementwise_bytes(program, flash) / program.target.specification["bandwidth"]
+    assert time.bubble == pytest.approx((time.compute + between) * 1 / 4)
+    assert 0 < between < time.memory
 
 
 @pytest.fixture
