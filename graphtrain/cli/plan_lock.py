@@ -87,7 +87,10 @@ def check(
     from graphtrain.planning.lock import lock_diff, lock_path, read_lock
 
     path = locked or lock_path(config)
-    rewrite = shlex.join(["graphtrain", "plan", "lock", *arguments(config, target, overrides)])
+    words = ["graphtrain", "plan", "lock", *arguments(config, target, overrides)]
+    words += [] if ask_compiler else ["--no-compile"]
+    words += ["--output", str(locked)] if locked else []
+    rewrite = shlex.join(words)
     locked_text = read_lock(path, rewrite)
     assessment = _assess(config, target, overrides, cache, ask_compiler)
     diff_lines = lock_diff(locked_text, assessment, rewrite)

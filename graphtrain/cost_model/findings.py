@@ -1,4 +1,4 @@
-"""Findings of a plan: what a step computes or holds that its model does not need."""
+"""Findings of a plan: what a step computes or holds in vain, and settings without effect."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from graphtrain.cost_model.compute import (
     replicated,
     step_flops,
 )
+from graphtrain.cost_model.idle_settings import idle_settings
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.update_flops import update_flops
@@ -46,7 +47,8 @@ def findings(
         is_estimate: Whether nothing was compiled.
     """
     caveat = _of_estimate(program) if is_estimate else ()
-    return (*caveat, *_dense_attention(program), *_needless_flops(program, excess))
+    needless = _needless_flops(program, excess)
+    return (*caveat, *_dense_attention(program), *needless, *idle_settings(program))
 
 
 def _of_estimate(program: ResolvedProgram) -> Iterator[str]:

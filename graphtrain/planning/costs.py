@@ -94,7 +94,10 @@ def _is_same(one: Target, other: Target) -> bool:
     """Return whether two names are of the same devices: h100:64 has 8 hosts of 8, as h100:8x8."""
     if not (one.is_gpu and other.is_gpu):
         return one == other
-    hosts = [(each.machine, each.devices, each.devices_per_host) for each in (one, other)]
+    hosts = [
+        (each.machine, each.devices, min(each.devices, each.devices_per_host or each.devices))
+        for each in (one, other)
+    ]
     return hosts[0] == hosts[1]
 
 

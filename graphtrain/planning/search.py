@@ -13,10 +13,11 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from graphtrain.config.phase_settings import without_phases
-from graphtrain.config.schema import Mesh, PipelineSettings, Program, SearchSettings
+from graphtrain.config.schema import Mesh, Model, PipelineSettings, Program, SearchSettings
 from graphtrain.config.schema.program import reason_of
 from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.errors import PlanError
+from graphtrain.models.attention.kernel_support import AttentionSpec, uses_flash_kernel
 from graphtrain.planning.candidate import Candidate
 from graphtrain.planning.candidates import SearchOptions, candidates
 from graphtrain.planning.given import without_strategy
@@ -153,6 +154,7 @@ def search(program: Program, keep: int = 20, settings: SearchSettings = _NO_LIMI
 
     Raises:
         LoweringError: unknown target.
+        LoweringError: attention = "flash", and the target has no such kernel for the model.
         PlanError: no strategy divides the model and the batch, a limit is impossible, or the model
             is imported and its sizes are unknown.
     """
@@ -165,6 +167,7 @@ def search(program: Program, keep: int = 20, settings: SearchSettings = _NO_LIMI
             tally.add(candidate)
         task.not_tried["offload"] = _OFFLOADED
     if not tally.considered:
+        _check_kernel(task.program)
         raise PlanError(
             f"no strategy divides batch.global_batch_size = {program.batch.global_batch_size} and "
             "the model over "
@@ -182,6 +185,14 @@ def search(program: Program, keep: int = 20, settings: SearchSettings = _NO_LIMI
         seconds=time.perf_counter() - start_time,
         batches=tally.best_by_batch if len(task.choices.batch_sizes) > 1 else (),
     )
+
+
+def _check_kernel(program: Program) -> None:
+    """Check that attention has its kernel on one device, if the setting requires one."""
+    model = program.model
+    if isinstance(model, Model) and model.attention == "flash":
+        spec = AttentionSpec.of(model, program.batch.seq_len)
+        uses_flash_kernel("flash", spec, Target.parse(program.target))
 
 
 def _can_offload(program: Program) -> bool:
