@@ -38,7 +38,9 @@ def elementwise_bytes(program: ResolvedProgram, flash: bool) -> float:
     tower = tower_program(program)
     of_tower = 0.0 if tower is None else elementwise_bytes(tower, flash=False)
     layers = (_PASSES + again) * sizes.layers * _layer(program, sizes)
-    scores = 0.0 if flash else scored_layers(program.model) * sizes.layers * _scores(sizes)
+    scores = 0.0
+    if not flash:
+        scores = scored_layers(program.model) * sizes.layers * _scores(program, sizes)
     scores *= _PASSES + (program.model.remat != "none")
     scores *= score_products(program, flash=flash).computed
     logits = _PASSES * _logits(program, sizes)
@@ -57,9 +59,13 @@ def _layer(program: ResolvedProgram, sizes: DeviceSizes) -> float:
     return sizes.sequences * sizes.item_bytes * (residual + (rotated + hidden) * sizes.seq_in_block)
 
 
-def _scores(sizes: DeviceSizes) -> float:
-    """Return the bytes of the scores of one layer, which softmax reads and writes."""
-    return _SCORE_BYTES * sizes.sequences * sizes.heads * sizes.seq_in_block * sizes.kv_positions
+def _scores(program: ResolvedProgram, sizes: DeviceSizes) -> float:
+    """Return the bytes of the scores of one layer, which softmax reads and writes.
+
+    The positions of a device have scores with all others; in a ring, block after block.
+    """
+    queries = sizes.sequences * sizes.heads * sizes.seq_in_block
+    return _SCORE_BYTES * queries * program.batch.seq_len
 
 
 def _logits(program: ResolvedProgram, sizes: DeviceSizes) -> float:

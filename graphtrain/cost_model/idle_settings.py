@@ -25,10 +25,14 @@ def idle_settings(program: ResolvedProgram) -> Iterator[str]:
 
 
 def _stages(program: ResolvedProgram) -> Iterator[str]:
-    if program.mesh.axes.get("stage", 1) == 1 and program.pipeline != PipelineSettings():
-        yield "[program.pipeline] has no effect, because mesh.stage is 1."
     stages = program.stages
-    if stages is not None and stages.padding_fraction:
+    if stages is None:
+        if program.pipeline != PipelineSettings():
+            yield "[program.pipeline] has no effect, because mesh.stage is 1."
+        return
+    if program.batch.gradient_reduction == "per_step":
+        yield 'batch.gradient_reduction = "per_step" has no effect in a pipeline.'
+    if stages.padding_fraction:
         rows, layers = len(stages.rows), sum(stages.layers)
         yield (
             f"the stages compute {rows} layers, and the model has {layers}: every stage computes "
@@ -47,6 +51,12 @@ def _experts(native: ResolvedProgram) -> Iterator[str]:
             )
         return
     enough = moe.experts / moe.experts_per_token
+    if moe.capacity_factor and moe.capacity_factor < 1:
+        yield (
+            f"moe.capacity_factor = {moe.capacity_factor:g} drops at least "
+            f"{1 - moe.capacity_factor:.0%} of the choices of experts, however they are balanced; "
+            "from 1 on, balanced ones fit."
+        )
     if moe.capacity_factor and moe.capacity_factor > enough:
         yield (
             f"moe.capacity_factor = {moe.capacity_factor:g} gives each expert more slots than "

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from graphtrain.config.serving_program import batch_shards
+from graphtrain.cost_model.communication_time import communication_seconds
 from graphtrain.cost_model.compute import computes_all_experts, replicated_over
 from graphtrain.cost_model.predicted_collective import (
     activation_dtype,
@@ -14,7 +15,6 @@ from graphtrain.cost_model.predicted_collective import (
 )
 from graphtrain.cost_model.served_sizes import ServedSizes, vocab_weights
 from graphtrain.cost_model.serving_assessment import Speed
-from graphtrain.cost_model.time import communication_seconds
 from graphtrain.models.flops import forward_flops_by_part
 from graphtrain.models.lora.trainable import LORA_A
 from lowering.hlo.collectives import Collective

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Memory, StepTime
+from graphtrain.cost_model.communication_time import communication_seconds
 from graphtrain.cost_model.compute import expected_excess, flops_by_part
 from graphtrain.cost_model.cool_down import seconds_beyond_ticks
 from graphtrain.cost_model.elementwise import elementwise_bytes
@@ -21,8 +21,7 @@ from graphtrain.cost_model.product_peaks import part_peak, step_peak
 from graphtrain.cost_model.tower import step_flops_of_tower, tower_of
 from graphtrain.cost_model.weights import ShardedWeight
 from graphtrain.models.flops import Part, step_flops_per_token
-from lowering.machine.target import AT_PEAK, Achieved, Target
-from sharding_rules.mesh import MeshShape
+from lowering.machine.target import AT_PEAK, Achieved
 
 if TYPE_CHECKING:
     from lowering.hlo.collectives import Collective
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 # Mesh axes whose communication overlaps with compute: gradients and gathered weights are sent while
 # other layers compute, keys and values of a ring while its blocks do.
 OVERLAPPED_AXES = {"data", "fsdp", "context"}
-# Seconds to start one collective: assumed, the order of a kernel launch and a handshake.
-_LATENCY = 5e-6
 
 
 def step_time(
@@ -171,115 +168,3 @@ def moved_bytes(
     """
     state = memory.parameters + memory.optimizer + all_gradients(program, weights)
     return 2 * state + elementwise_bytes(program, flash)
-
-
-def communication_seconds(
-    collectives: Iterable[Collective], mesh: MeshShape, target: Target
-) -> dict[str, float | None]:
-    """Return the seconds of communication by mesh axes; None where the bandwidth is unknown."""
-    seconds: dict[str, float | None] = {}
-    speeds: dict[tuple[tuple[str, ...], int, str], float] = {}
-    for collective in collectives:
-        axes = "+".join(collective.axes)
-        group = collective.axes, collective.devices, collective.network
-        speed = speeds.get(group)
-        if speed is None:
-            speed = speeds[group] = speed_of(collective, mesh, target)
-        if not speed:
-            seconds[axes] = None
-            continue
-        travel = collective.wire_bytes_per_step / speed
-        seconds[axes] = (seconds.get(axes) or 0.0) + travel + collective.count * _LATENCY
-    return seconds
-
-
-def speed_of(collective: Collective, mesh: MeshShape, target: Target) -> float:
-    """Return the bytes per second that a device sends in a collective; 0.0 if unknown.
-
-    A compiled program for several slices has the parts of a collective, inside of a slice and
-    across slices; a predicted one is whole.
-    """
-    is_part = target.slices > 1 and collective.devices < mesh.size(collective.axes)
-    if collective.network == "dcn":
-        return target.specification.get("network", 0.0) / 2
-    if is_part and "link" in target.specification:
-        return _bandwidth_of_torus(collective.devices, target)
-    return bandwidth_of(collective.axes, mesh, target)
-
-
-def bandwidth_of(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> float:
-    """Return the bytes per second that a device sends along mesh axes; 0.0 if unknown.
-
-    GPUs of one host use its link. Between hosts, the members of a group that share a host use their
-    network ports together. On a torus a group has the links of the dimensions that it spans;
-    between slices, the members of a group that share a slice use their parts of the DCN together.
-    """
-    specification, linked = target.specification, target.linked_devices
-    if "link" not in specification or not axes:
-        return 0.0
-    one_way = specification["link"] / 2
-    if target.platform == "tpu":
-        return _bandwidth_of_slices(axes, mesh, target)
-    if not crosses_hosts(axes, mesh, target):
-        return one_way
-    if "network" not in specification or linked is None:
-        return 0.0
-    return min(one_way, _members_per_host(axes, mesh, linked) * specification["network"] / 2)
-
-
-def _bandwidth_of_slices(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> float:
-    """Return the bytes per second of a TPU along mesh axes, inside of its slice and across slices.
-
-    Collectives are hierarchical: a sum is scattered inside of each slice, reduced across slices,
-    where each member of a slice sends its share, and gathered again. The slower of the two networks
-    decides.
-    """
-    specification = target.specification
-    across = mesh.across(target.slices)
-    slices = math.prod(across.get(axis, 1) for axis in axes)
-    members = mesh.size(axes) // slices
-    inside = _bandwidth_of_torus(members, target)
-    if slices == 1:
-        return inside
-    if "network" not in specification:
-        return 0.0
-    shared = members * specification["network"] / 2
-    return shared if members == 1 else min(inside, shared)
-
-
-def _bandwidth_of_torus(members: int, target: Target) -> float:
-    """Return the bytes per second of a TPU in a group of members of its slice."""
-    one_way = target.specification["link"] / 2
-    return one_way * _dimensions(members, target) / len(target.topology)
-
-
-def _dimensions(group: int, target: Target) -> int:
-    """Return how many dimensions of a torus a group of devices spans, the longest ones first."""
-    chips = group / target.specification.get("devices_per_chip", 1)
-    spanned = 0
-    for size in sorted(target.topology, reverse=True):
-        if chips <= 1:
-            break
-        chips, spanned = chips / size, spanned + 1
-    return max(1, spanned)
-
-
-def crosses_hosts(axes: tuple[str, ...], mesh: MeshShape, target: Target) -> bool:
-    """Return whether groups along mesh axes leave the devices of a link; never in a TPU slice."""
-    if target.linked_devices is None:
-        return False
-    names = list(mesh.axes)
-    slowest = min(names.index(name) for name in axes)
-    return mesh.size(tuple(names[slowest:])) > target.linked_devices
-
-
-def _members_per_host(axes: tuple[str, ...], mesh: MeshShape, host: int) -> int:
-    """Return how many members of a group share a host, which holds consecutive mesh positions."""
-    stride, members = 1, 1
-    for name, size in reversed(list(mesh.axes.items())):
-        if stride >= host:
-            break
-        local_size = min(size, host // stride)
-        members *= local_size if name in axes else 1
-        stride *= size
-    return members

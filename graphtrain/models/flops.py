@@ -68,6 +68,7 @@ def step_flops_per_token(program: Program, *, causal: bool = False) -> float:
 
     Frozen weights count one product forward and one backward, because they have no gradients.
     DPO's reference model counts one more forward pass. The products of LoRA factors are neglected.
+    Choices that the capacity of a mixture's experts drops in any case are not computed.
 
     Args:
         program: Settings.
@@ -78,6 +79,8 @@ def step_flops_per_token(program: Program, *, causal: bool = False) -> float:
         flops_per_token(model, length),
         attention_flops_per_token(model, length),
     )
+    if model.moe and model.moe.capacity_factor:
+        total -= max(0.0, 1 - model.moe.capacity_factor) * expert_flops_per_token(model)
     if causal:
         total, attention = total - attention / 2, attention / 2
     flops = total if program.adapter is None else total - (total - attention) / 3

@@ -11,7 +11,7 @@ from graphtrain.compile.request_keys import request_keys
 from graphtrain.compile.tasks import Observer
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import Assessment, StepTime
-from graphtrain.cost_model.time import bandwidth_of
+from graphtrain.cost_model.communication_time import bandwidth_of
 from graphtrain.planning import ledger
 from graphtrain.planning.assess import assess
 from graphtrain.planning.collective_origins import CollectiveOrigin, explain_collectives

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.cost_model.time import speed_of
+from graphtrain.cost_model.communication_time import speed_of
 from graphtrain.planning.moved import MovedArrays, ParameterIndex
 from graphtrain.planning.reasons import Reason, Reasons
 from lowering.hlo.collectives import Collective

@@ -208,13 +208,11 @@ class Workload:
             f"80 % of the published steps took {low} to {high} x as long as predicted"
             for low, high in ranges
         ]
-        others = dict.fromkeys(cost.unfitted for cost in costs if cost.unfitted)
-        return "; ".join(
-            [
-                *published,
-                *(f"nothing was fitted to published steps of {one}: no range" for one in others),
-            ]
-        )
+        others = [*dict.fromkeys(cost.unfitted for cost in costs if cost.unfitted)]
+        if others:
+            names = ", ".join(others)
+            published.append(f"nothing was fitted to published steps of {names}: no range")
+        return "; ".join(published)
 
     def as_json(self, cost: Cost) -> dict[str, Any]:
         """Return the cost as JSON."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from graphtrain.config.schema import Program
 from graphtrain.cost_model.assessment import StepTime
-from graphtrain.cost_model.time import OVERLAPPED_AXES, crosses_hosts
+from graphtrain.cost_model.communication_time import crosses_hosts
+from graphtrain.cost_model.time import OVERLAPPED_AXES
 from graphtrain.planning.candidate import Candidate
 from graphtrain.planning.candidates import (
     MAX_TENSOR,

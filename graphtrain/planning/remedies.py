@@ -165,6 +165,8 @@ def _mesh(program: ResolvedProgram) -> Iterator[Change]:
             if name not in rules:
                 yield (f"program.rules={toml([*rules, name])}",)
         yield (_mesh_change(mesh, data=1, fsdp="rest"),)
+    if mesh["expert"] > 1 and with_padding_layers(program).model.moe is None:
+        yield (_mesh_change(mesh, expert=1, fsdp="rest"),)
     tensor = 2 * mesh["tensor"]
     while tensor <= min(8, math.prod(mesh.values())):
         yield (_mesh_change(mesh, data=1, fsdp="rest", tensor=tensor),)

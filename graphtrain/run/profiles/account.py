@@ -10,12 +10,13 @@ from pathlib import Path
 import graphtrain.graphs.build  # noqa: F401
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.assessment import StepTime
+from graphtrain.cost_model.communication_time import communication_seconds
 from graphtrain.cost_model.compute import compiled_excess
 from graphtrain.cost_model.memory import memory
 from graphtrain.cost_model.native_equivalent import sizes_unknown
 from graphtrain.cost_model.padded_stages import with_padding_layers
 from graphtrain.cost_model.product_peaks import step_peak
-from graphtrain.cost_model.time import communication_seconds, step_time
+from graphtrain.cost_model.time import step_time
 from graphtrain.cost_model.traffic import bubble_of
 from graphtrain.errors import TrainingError
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel

@@ -61,6 +61,13 @@ def test_machines_and_dtypes_that_nothing_was_fitted_to_have_no_range(target, dt
     )
 
 
+def test_machines_without_a_range_are_named_in_one_sentence():
+    costs = [Cost(unfitted=name) for name in ("l4 in bfloat16", "a10g in bfloat16")]
+    assert Workload.note([*costs, *costs]) == (
+        "nothing was fitted to published steps of l4 in bfloat16, a10g in bfloat16: no range"
+    )
+
+
 def test_an_incomplete_time_has_no_cost():
     cost = WORK.cost(TARGET, "bfloat16", 2_000, replace(STEP, memory=None))
     assert cost == Cost() and WORK.cells(cost) == ["unknown"] * 3
@@ -70,6 +77,8 @@ def test_an_incomplete_time_has_no_cost():
 def test_the_price_of_a_target_takes_precedence_over_its_machines():
     prices = Prices({"h100": 2.5, "h100:16": 2.0})
     assert prices.hour(Target.parse("h100:2x8")) == 32
+    one = Prices({"h100": 2.5, "h100:1": 3.0})
+    assert one.hour(Target.parse("h100:1x1")) == 3  # the same device
     assert prices.hour(TARGET) == 32 and prices.hour(Target.parse("h100:8")) == 20
     with pytest.raises(PlanError, match=r"no price of v5p; add it to \[device_hour\]"):
         prices.hour(Target.parse("v5p:2x2x1"))

@@ -63,6 +63,16 @@ def test_the_time_counts_experts_that_are_computed_in_vain(vary):
     assert bad.time.compute > 3 * good.time.compute
 
 
+def test_utilization_counts_no_choices_that_the_capacity_drops(vary):
+    model = [*H100, "program.model.mlp=32768", "program.model.remat=none"]
+    moe = "program.model.moe={experts=8, experts_per_token=8, capacity_factor=%s}"
+    all_choices, few = (
+        mfu(vary([*model, moe % factor]), 1.0, causal=True) for factor in (1.0, 0.1)
+    )
+    assert few < 0.2 * all_choices
+    assert estimate(vary([*model, moe % 0.1])).mfu < 1
+
+
 def test_more_compiled_flops_than_expected_are_a_finding(vary):
     program = vary(H100)
     expected = step_flops(program, flash=True, masked=False) / 8

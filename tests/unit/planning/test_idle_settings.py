@@ -20,11 +20,20 @@ STAGES = [*H100, 'program.rules=["data", "pipeline"]', "program.batch.microbatch
         ([*H100, "program.mesh={expert=8}"], "mesh.expert = 8 has no experts"),
         ([*H100, FROM, LORA % 100_000], "adapter.rank = 100000 is not below the model's width"),
         ([*H100, MOE % 5], "4 drops no token"),
+        ([*H100, MOE % 0.75], "drops at least 25% of the choices"),
         (["program.target=a100:8", "program.precision.compute=fp8"], "no speed of such products"),
         ([*RING, "program.model.sliding_window=64"], "sliding_window = 64 takes as long"),
         (
             [*STAGES, "program.mesh={stage=4, data=2}", "program.model.layers=6"],
             "compute 8 layers, and the model has 6",
+        ),
+        (
+            [
+                *STAGES,
+                "program.mesh={stage=4, data=2}",
+                'program.batch.gradient_reduction="per_step"',
+            ],
+            'gradient_reduction = "per_step" has no effect in a pipeline',
         ),
     ],
 )

@@ -32,6 +32,19 @@ def test_the_devices_at_hand_come_before_more_of_them(large, tmp_path):
     assert costs == sorted(costs)
 
 
+def test_an_axis_for_experts_without_experts_becomes_fsdp(vary, tmp_path):
+    def of_experts(change):
+        mesh = ["program.target=h100:64", "program.mesh={expert=64}"]
+        wide = "program.model={layers=32, embed=4096, heads=32, mlp=11008, vocab=32000}"
+        return vary([*mesh, wide, "program.batch={global_batch_size=64, seq_len=512}", *change])
+
+    program = of_experts([])
+    failed = estimate(program)
+    assert not failed.memory.fits
+    remedies = find_remedies(failed, program, of_experts, Cache(tmp_path), confirm=False)
+    assert ('program.mesh={fsdp = "rest"}',) in [remedy.change for remedy in remedies]
+
+
 def test_where_nothing_helps_nothing_is_offered(vary, tmp_path):
     def hopeless(change):
         return vary(["program.model.vocab=1_000_000_000", *change])

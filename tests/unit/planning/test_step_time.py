@@ -6,11 +6,12 @@ import pytest
 
 from graphtrain.config.resolve import resolve
 from graphtrain.config.schema import Adapter
+from graphtrain.cost_model.communication_time import bandwidth_of, speed_of
 from graphtrain.cost_model.elementwise import elementwise_bytes
 from graphtrain.cost_model.exposed_reductions import exposed_reductions
 from graphtrain.cost_model.host_transfers import exposed_seconds
 from graphtrain.cost_model.sizes import DeviceSizes
-from graphtrain.cost_model.time import bandwidth_of, moved_bytes, overlap_of, speed_of, step_time
+from graphtrain.cost_model.time import moved_bytes, overlap_of, step_time
 from graphtrain.models.attention.kernel_support import step_uses_flash_kernel
 from graphtrain.models.mlp_block_count import mlp_block_count
 from graphtrain.planning.assess import estimate
@@ -38,6 +39,16 @@ def test_scores_are_read_where_attention_is_no_kernel(vary):
     assert more == pytest.approx(
         3 * 12 * model.layers * scores
     )  # float32, three times, three passes
+
+
+def test_a_ring_reads_the_scores_of_all_its_blocks(vary):
+    ring = ["program.target=h100:8", 'program.rules=["context"]', "program.mesh={context=8}"]
+    program = vary(ring)
+    model, batch = program.model, program.batch
+    scores = batch.global_batch_size * model.heads * batch.seq_len**2 / 8
+    more = elementwise_bytes(program, flash=False) - elementwise_bytes(program, flash=True)
+    passes = 3 + (model.remat != "none")
+    assert more == pytest.approx(12 * passes * model.layers * scores * 17 / 32)  # tiles not hidden
 
 
 @pytest.mark.parametrize(("microbatches", "chunks"), [(1, 4), (2, 8)])
@@ -167,12 +178,16 @@ def test_sums_after_the_last_tick_of_a_pipeline_overlap_with_nothing(vary, sched
     assert apart.time.overlapped > 0
 
 
-def test_the_bubble_is_a_share_of_what_a_stage_does_in_its_ticks(vary):
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_the_bubble_is_the_published_share_of_what_a_stage_does_in_its_ticks(vary, rounds):
+    """Narayanan et al. 2021, section 2.2: (p - 1) / (v m) of the ideal time."""
     batch = "program.batch={global_batch_size=32, seq_len=512, microbatches=4}"
-    program = vary(["program.target=h100:2", "program.mesh={stage=2}", batch])
+    pipeline = f'program.pipeline={{schedule="1f1b", virtual_stages={rounds}}}'
+    mesh = ["program.target=h100:8", "program.mesh={fsdp=2, stage=4}"]
+    program = vary([*mesh, batch, pipeline, "program.model.layers=8"])
     time, flash = estimate(program).time, step_uses_flash_kernel(program)
     between = elementwise_bytes(program, flash) / program.target.specification["bandwidth"]
-    assert time.bubble == pytest.approx((time.compute + between) * 1 / 4)
+    assert time.bubble == pytest.approx((time.compute + between) * (4 - 1) / (rounds * 4))
     assert 0 < between < time.memory
 
 
@@ -276,6 +291,44 @@ def test_the_steps_of_a_compiled_sum_across_slices_use_their_own_networks():
     assert speed_of(inside, mesh, target) == 100e9 and speed_of(across, mesh, target) == 6.25e9
     unknown = Target.parse("2xv4:4x4x4")
     assert speed_of(across, mesh, unknown) == 0.0 and speed_of(inside, mesh, unknown) == 50e9
+
+
+def _speed(op, target, **sizes):
+    mesh = MeshShape(sizes)
+    return speed_of(
+        Collective(op, tuple(sizes), mesh.devices, 1, 2**20), mesh, Target.parse(target)
+    )
+
+
+def test_an_all_to_all_sends_most_bytes_by_the_network_of_one_device():
+    sent, network = 63 / 64, 50e9  # of an H100; 400 Gbit/s
+    seconds = sent / _speed("all-to-all", "h100:64", expert=64)
+    assert seconds == pytest.approx(56 / 64 / network)  # to 56 GPUs of other hosts
+    assert _speed("all-gather", "h100:64", fsdp=64) == 8 * network
+    assert _speed("all-to-all", "h100:8", expert=8) == 450e9
+    of_stage = speed_of(
+        Collective("all-to-all", ("expert",), 8, 1, 2**20),
+        MeshShape({"expert": 8, "tensor": 8}),
+        Target.parse("h100:64"),
+    )
+    assert of_stage == network  # each is on a host of its own
+
+
+def test_a_ring_across_hosts_is_as_fast_as_one_network_port():
+    assert _speed("collective-permute", "h100:64", context=64) == 50e9
+    assert _speed("collective-permute", "h100:8", context=8) == 450e9
+
+
+def test_an_all_to_all_on_a_torus_passes_a_quarter_of_its_longest_ring():
+    link = 50e9  # of a dimension of v5e, both ways round
+    for topology, chips, longest in [("2x2", 4, 2), ("4x4", 16, 4), ("16x16", 256, 16)]:
+        seconds = (chips - 1) / chips / _speed("all-to-all", f"v5e:{topology}", expert=chips)
+        assert seconds == pytest.approx(longest / 4 / link)
+
+
+def test_an_all_to_all_across_slices_is_limited_by_the_network_of_one_device():
+    seconds = 63 / 64 / _speed("all-to-all", "2xv5p:2x4x4", expert=64)
+    assert seconds == pytest.approx(32 / 64 / (12.5e9 / 2))
 
 
 def test_transfers_of_moments_to_the_host_are_not_hidden(vary):

@@ -27,14 +27,6 @@ def test_traffic_that_is_too_little_to_show_is_not_0(vary):
     assert "<0.1" in out and " 0.0 " not in out
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_1f1b_has_the_published_bubble(vary, rounds):
-    """Narayanan et al. 2021, section 2.2: (p - 1) / (v m) of the ideal time."""
-    pipeline = f'program.pipeline={{schedule="1f1b", virtual_stages={rounds}}}'
-    time = estimate(vary([*PIPELINE, "program.model.layers=8", pipeline])).time
-    assert time.bubble / time.compute == pytest.approx((4 - 1) / (rounds * 4))
-
-
 def test_selective_recomputation_in_stages_takes_less_time_and_more_memory(vary):
     model = ["program.model.layers=8", "program.model.remat=dots"]
     stages, selective = (
