@@ -187,8 +187,12 @@ def validate(schema: type[_T], value: Any) -> _T:
 def first_problem(error: "ValidationError") -> str:
     """Return the first problem of a value that pydantic refuses, in one line."""
     problem = error.errors(include_url=False, include_input=False)[0]
-    location, message = ".".join(map(str, problem["loc"]))[:200], problem["msg"]
-    return f"{location}: {message}" if location else message
+    location = ".".join(map(str, problem["loc"]))[:200]
+    if location and problem["type"] == "missing":
+        return f"{location} is missing"
+    is_unknown = problem["type"] in ("unexpected_keyword_argument", "extra_forbidden")
+    message = "unknown" if is_unknown else problem["msg"]
+    return f"{location}: {message.removeprefix('Input ')}" if location else message
 
 
 @cache
