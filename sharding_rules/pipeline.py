@@ -135,23 +135,35 @@ def divide_layers(
     )
 
 
-def check_microbatches(microbatches: int, stages: int) -> None:
+_TRIED = 10_000  # numbers of microbatches, for advice
+
+
+def check_microbatches(microbatches: int, stages: int, sequences: int) -> None:
     """Check that the number of microbatches is a multiple of the number of stages.
 
     Each stage embeds, and computes the loss of, equally many microbatches.
 
+    Args:
+        microbatches: Of a step.
+        stages: Of the pipeline.
+        sequences: Of a step, which the microbatches divide.
+
     Raises:
         ShardingError: it is not; the message contains the nearest valid numbers.
     """
-    if microbatches % stages:
-        lower_multiple = microbatches // stages * stages
-        suggestion = (
-            f"{lower_multiple} or {lower_multiple + stages}" if lower_multiple else f"{stages}"
-        )
-        raise ShardingError(
-            f"batch.microbatches = {microbatches} is not a multiple of mesh.stage = {stages}; "
-            f"set it to {suggestion}, or to more for a smaller bubble"
-        )
+    if microbatches % stages == 0:
+        return
+    below = microbatches // stages * stages
+    most = min(sequences, below + _TRIED * stages)
+    lower = [count for count in range(below, 0, -stages) if sequences % count == 0][:1]
+    upper = [count for count in range(below + stages, most + 1, stages) if sequences % count == 0]
+    nearest = lower + upper[:1]
+    advice = f"choose mesh.stage among the divisors of batch.global_batch_size = {sequences}"
+    if nearest:
+        advice = f"set it to {' or '.join(map(str, nearest))}; more have a smaller bubble"
+    raise ShardingError(
+        f"batch.microbatches = {microbatches} is not a multiple of mesh.stage = {stages}; {advice}"
+    )
 
 
 class WeightCopies(NamedTuple):

@@ -74,8 +74,8 @@ def searched_config(
         from graphtrain.errors import MissingProgram
 
         raise MissingProgram(
-            f"no strategy has been searched for this configuration on {given.program.target}; run: "
-            f"{hint}"
+            f"no strategy has been searched for this configuration on {given.program.target} with "
+            f"these versions, numbers of the machine and limits; run: {hint}"
         )
     log(f"strategy {origin}: {describe_placement(resolve(chosen.program))}")
     from graphtrain.planning.ranking import batch_change

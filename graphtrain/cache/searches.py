@@ -64,6 +64,8 @@ def read(
         return None
     try:
         content = json.loads(read_bytes(path, _MAX_BYTES))
+        if not isinstance(content, dict):
+            raise ValueError("it is not a JSON object")
         digest, code = content.pop("digest", None), content.pop("code", "")
         if digest != json_digest(content) or content["version"] != SCHEMA:
             raise ValueError("its digest or version differs")

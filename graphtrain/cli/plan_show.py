@@ -27,6 +27,7 @@ from graphtrain.cli.terminal import say
 if TYPE_CHECKING:
     from graphtrain.api.checks.checked import CheckedConfig
     from graphtrain.config.resolve import ResolvedProgram
+    from graphtrain.config.schema import Program
     from graphtrain.graphs.names import PlannedPurpose, ServingPurpose
     from graphtrain.planning.answer import Answer
     from graphtrain.planning.costs import Cost, Workload
@@ -167,7 +168,8 @@ def show(
 
     work = workload(checked.config, tokens, prices)
     work.check_prices(program.target)
-    search_results = _read_search_results(results) if results is not None else []
+    asked = checked.config.program
+    search_results = [] if results is None else _read_search_results(results, asked)
     with progress() as observe:
         plan_answer = plan(
             checked,
@@ -185,7 +187,8 @@ def show(
     else:
         plan_answer.print(console())
         if work.tokens is not None:
-            click.echo(work.sentence(_cost(plan_answer, work)))
+            sentence = work.sentence(_cost(plan_answer, work))
+            click.echo(sentence if plan_answer.fits else f"if it did fit: {sentence}")
         _print_imported(program, cache)
         print_fallbacks(checked)
     if not plan_answer.fits:
@@ -284,17 +287,25 @@ def _print_json(plan_answer: "Answer", pattern: str | None, work: "Workload") ->
     click.echo(json.dumps(contents))
 
 
-def _read_search_results(results: Path) -> list[dict[str, Any]]:
-    """Return the strategies in the output of graphtrain plan search --json."""
+def _read_search_results(results: Path, program: "Program") -> list[dict[str, Any]]:
+    """Return the strategies in the output of graphtrain plan search --json for a program."""
     from graphtrain.errors import PlanError
+    from graphtrain.planning.chosen import searched_program
     from sharding_rules.documents import read_json
 
     try:
-        return read_json(results)["strategies"]
+        found = read_json(results)
+        searched, strategies = found.get("program"), found["strategies"]
     except OSError as error:
         raise PlanError(f"{results} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise PlanError(f"{results} is not the output of graphtrain plan search --json") from None
+    if searched != searched_program(program):
+        raise PlanError(
+            f"{results} is of another target, model or sequence length, or of another version; run "
+            "graphtrain plan search --json again"
+        )
+    return strategies
 
 
 def _write_page(

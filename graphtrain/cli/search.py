@@ -91,7 +91,7 @@ def command(
     from graphtrain.cache import Cache
     from graphtrain.cli.compile import progress
     from graphtrain.config import render
-    from graphtrain.planning.chosen import strategy_of, with_strategy
+    from graphtrain.planning.chosen import searched_program, strategy_of, with_strategy
     from graphtrain.planning.ranking import as_json as in_json
     from lowering.machine.machine_tables import tables
 
@@ -110,7 +110,8 @@ def command(
             loaded, Cache(cache), verify=verify, keep=top, jobs=jobs, observe=observe
         )
     if as_json:
-        click.echo(json.dumps(in_json(result, ranked, work)))
+        about = {"target": loaded.program.target, "program": searched_program(loaded.program)}
+        click.echo(json.dumps(about | in_json(result, ranked, work)))
     else:
         _print(loaded, result, ranked, work)
     if not ranked or not ranked[0].fits:

@@ -33,11 +33,13 @@ def _stages(program: ResolvedProgram) -> Iterator[str]:
     if program.batch.gradient_reduction == "per_step":
         yield 'batch.gradient_reduction = "per_step" has no effect in a pipeline.'
     if stages.padding_fraction:
-        rows, layers = len(stages.rows), sum(stages.layers)
+        rows, layers, chunks = len(stages.rows), sum(stages.layers), len(stages.layers)
+        remedy = f"A multiple of {chunks} layers, or fewer stages, would leave none in vain."
+        if layers % chunks == 0:
+            remedy = "Without pipeline.layers_per_stage all would have the same number."
         yield (
             f"the stages compute {rows} layers, and the model has {layers}: every stage computes "
-            f"as many as the longest, {stages.rows_per_chunk}. Stages of equal length compute none "
-            "in vain."
+            f"as many as the longest, {stages.rows_per_chunk}. {remedy}"
         )
 
 

@@ -224,6 +224,12 @@ def _state_bytes(plan: Plan) -> tuple[int, int, int]:
     return trained + buffers + constants, frozen, optimizer
 
 
+_TOO_FAST = (
+    "the model FLOPs utilization is above 100 %: the peak of this processor is read too low, or "
+    "the profile of the machine is not its own; measure it again with graphtrain doctor --measure"
+)
+
+
 def _assessment(
     program: ResolvedProgram,
     plan: Plan,
@@ -243,6 +249,8 @@ def _assessment(
     moved = partial(moved_bytes, padded_program, memory, flash)
     time = with_profile(time, padded_program, collectives, record, moved)
     seconds = time.total if time.is_complete else None
+    used = mfu(program, seconds, causal=skips_scores(padded_program, flash=flash))
+    found = findings(program, excess, is_estimate=source == "estimate")
     return Assessment(
         target=program.settings.target,
         plan=plan,
@@ -250,10 +258,10 @@ def _assessment(
         collectives=collectives,
         collectives_source=source,
         time=time,
-        mfu=mfu(program, seconds, causal=skips_scores(padded_program, flash=flash)),
+        mfu=used,
         mfu_causal=mfu(program, seconds, causal=True),
         flops=flops_by_part(program, flash=flash),
         chunk=loss_chunk(padded_program),
-        findings=findings(program, excess, is_estimate=source == "estimate"),
+        findings=found if used is None or used <= 1 else (*found, _TOO_FAST),
         flops_excess=excess,
     )

@@ -53,6 +53,18 @@ class Candidate:
         return math.inf if self.time is None else self.time.known
 
     @property
+    def is_lower_bound(self) -> bool:
+        """Return whether a part of the time is unknown."""
+        return self.time is not None and not self.time.is_complete
+
+    @property
+    def shown_seconds(self) -> str:
+        """Time of a step as text."""
+        total = None if self.time is None else self.time.total
+        bound = "at least " if self.is_lower_bound and total is not None else ""
+        return bound + format_seconds(total)
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Tokens that a step trains in a second; None if its time is unknown or only a bound."""
         if self.time is None or not self.time.is_complete:
@@ -104,7 +116,7 @@ class Candidate:
     def figures(self) -> tuple[str, str, str, str]:
         """Step time, utilization, bytes sent and peak memory as text."""
         return (
-            format_seconds(None if self.time is None else self.time.total),
+            self.shown_seconds,
             format_share(self.mfu),
             format_size(round(self.sent_bytes)),
             format_size(self.memory.peak),

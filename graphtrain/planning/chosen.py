@@ -14,7 +14,7 @@ from graphtrain.config.schema import Config, Mesh, PipelineSettings, Program
 from graphtrain.config.schema.program import reason_of
 from graphtrain.cost_model.profiled_time import current_profile
 from graphtrain.errors import PlanError
-from graphtrain.files import content_digest
+from graphtrain.files import content_digest, json_digest
 from graphtrain.graphs.open_model import open_language_model
 from graphtrain.planning.given import without_strategy
 from lowering.machine.target import Target
@@ -42,6 +42,13 @@ def search_key(config: Config) -> CacheKey:
         estimates=_estimated_with(target),
         toolchain=asdict(Toolchain.current(target.platform)),
     )
+
+
+def searched_program(program: Program) -> str:
+    """Return a digest of what a search is about: target, model and length of sequences."""
+    searched = without_strategy(program)
+    model = open_language_model(searched.model).key_ingredients()
+    return json_digest([searched.target, searched.batch.seq_len, model])
 
 
 def _estimated_with(target: Target) -> dict[str, Any]:

@@ -23,6 +23,7 @@ _SECONDS_PER_DAY = 86_400
 # Measured over predicted time of a step, of the middle 80 % of the published steps to which nothing
 # was fitted: tests/benchmarks/published.py prints it.
 PUBLISHED_RANGE = 0.88, 1.18
+_SHORT_STEP = 0.1  # seconds; the published steps take longer, and starting kernels is not counted
 _PUBLISHED_DTYPES = "bfloat16", "float16"  # of their models; products may be in 8 bits
 _Price = Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]
 
@@ -182,6 +183,8 @@ class Workload:
             return Cost(rate, days, price)
         if time.achieved.machine != target.machine or dtype not in _PUBLISHED_DTYPES:
             return Cost(rate, days, price, unfitted=f"{target.machine} in {dtype}")
+        if seconds < _SHORT_STEP:
+            return Cost(rate, days, price, unfitted=f"less than {_SHORT_STEP} s")
         return Cost(rate, days, price, PUBLISHED_RANGE)
 
     def cells(self, cost: Cost) -> list[str]:

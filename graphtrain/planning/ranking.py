@@ -9,7 +9,6 @@ from graphtrain.cache.sizes import format_size
 from graphtrain.config.schema import Batch
 from graphtrain.planning.candidate import Candidate
 from graphtrain.planning.costs import Workload
-from graphtrain.planning.formats import format_seconds
 from graphtrain.planning.search import SearchResult
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ def as_json(
 def _row(one: Candidate, workload: Workload) -> dict[str, Any]:
     return one.settings | {
         "step_seconds": None if one.time is None else one.time.total,
+        "step_seconds_is_lower_bound": one.is_lower_bound,
         "mfu": one.mfu,
         "equal": one.equal,
         "sent_bytes": one.sent_bytes,
@@ -67,10 +67,14 @@ def batch_range(search_result: SearchResult, configured: Batch) -> str:
 def speeds_note(ranked: Sequence[Candidate]) -> str:
     """Return at which speeds of this machine times are estimated, or why not; empty if of others.
 
-    Estimates of one search have the same source.
+    Estimates of one search have the same source. Times without a part rank by what is known.
     """
     times = (candidate.time for one in ranked if (candidate := one.estimated or one))
     time = next((one for one in times if one is not None), None)
+    if any(one.is_lower_bound for one in ranked):
+        bounds = "times are lower bounds, by which the strategies are ranked: "
+        reason = time.profile_note if time is not None else ""
+        return bounds + (reason or "the machine's table lacks a bandwidth")
     if time is None or not (time.speeds or time.profile_note):
         return ""
     if time.speeds:
@@ -146,8 +150,8 @@ def confirmations(ranked: Sequence[Candidate], *, several: bool = False) -> Tabl
             f"{one.estimated.memory.peak / one.memory.peak:.2f}",
             format_size(round(one.estimated.sent_bytes)),
             format_size(round(one.sent_bytes)),
-            format_seconds(one.estimated.time and one.estimated.time.total),
-            format_seconds(one.time and one.time.total),
+            one.estimated.shown_seconds,
+            one.shown_seconds,
         ]
         for one in ranked
         if one.estimated is not None

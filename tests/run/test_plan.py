@@ -84,9 +84,11 @@ def test_results_of_a_search_are_looked_at_before_anything_is_compiled(plan, pla
     _, err = plan("config.toml", "--results", "none.json", *CUBE, status=2)
     assert "--results is only shown on a page; add --html FILE" in err
     (place.path / "other.json").write_text("[]")
+    (place.path / "another.json").write_text('{"program": "0", "strategies": []}')
     for name, said in (
         ("none", "cannot be read"),
         ("other", "is not the output of graphtrain plan search"),
+        ("another", "is of another target, model or sequence length"),
     ):
         words = ["--html", "page.html", "--results", f"{name}.json"]
         _, err = plan("config.toml", *words, *CUBE, status=2)

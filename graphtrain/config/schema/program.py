@@ -298,7 +298,7 @@ def check_pipeline(program: Program, stages: int) -> Stages:
             positions that cannot be divided among the stages.
     """
     batch, pipeline = program.batch, program.pipeline
-    check_microbatches(batch.microbatches, stages)
+    check_microbatches(batch.microbatches, stages, batch.rows)
     if pipeline.schedule == "1f1b" and batch.seq_len % stages:
         raise ShardingError(
             f"batch.seq_len = {batch.seq_len} is not a multiple of mesh.stage = {stages}, over "

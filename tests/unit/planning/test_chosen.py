@@ -16,6 +16,7 @@ from graphtrain.planning.chosen import (
     remember,
     remembered,
     search_key,
+    searched_program,
     strategy_of,
     with_strategy,
 )
@@ -92,6 +93,15 @@ def test_every_setting_of_the_strategy_is_no_part_of_the_key(config):
     assert search_key(load_config(TEXT, own)) == search_key(config)
     ulysses = load_config(TEXT, ['program.rules=["data", "ulysses"]'])
     assert search_key(ulysses) != search_key(config)
+
+
+def test_results_of_a_search_are_about_a_target_a_model_and_a_length(config, chosen):
+    about = searched_program(config.program)
+    assert searched_program(chosen.program) == about  # the strategy may differ
+    batch = replace(config.program.batch, seq_len=128)
+    model = replace(config.program.model, layers=5)
+    for change in ({"target": "cpu:8"}, {"batch": batch}, {"model": model}):
+        assert searched_program(replace(config.program, **change)) != about
 
 
 def test_a_damaged_strategy_is_none(config, chosen, tmp_path):

@@ -61,6 +61,13 @@ def test_machines_and_dtypes_that_nothing_was_fitted_to_have_no_range(target, dt
     )
 
 
+def test_steps_shorter_than_published_ones_have_no_range():
+    short = replace(STEP, compute=0.01, memory=0.01, achieved=OF_H100)
+    cost = WORK.cost(TARGET, "bfloat16", 2_000, short)
+    assert cost.range is None and cost.days
+    assert "published steps of less than 0.1 s: no range" in WORK.sentence(cost)
+
+
 def test_machines_without_a_range_are_named_in_one_sentence():
     costs = [Cost(unfitted=name) for name in ("l4 in bfloat16", "a10g in bfloat16")]
     assert Workload.note([*costs, *costs]) == (

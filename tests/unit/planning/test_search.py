@@ -1,9 +1,11 @@
+import io
 import json
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from graphtrain.cache import Cache
 from graphtrain.cost_model.measured_time import MeasuredTime, PartSeconds
@@ -21,6 +23,19 @@ def test_strategies_that_fit_are_ranked_by_time(vary):
     seconds = [float(f"{one.seconds:.3g}") for one in found.ranked]
     assert seconds == sorted(seconds)
     assert all(one.memory.fits for one in found.ranked)
+
+
+def test_lower_bounds_are_called_so(vary):
+    found = search(vary(["program.target=rtx4090:16"]).settings)  # whose network is not known
+    printed = io.StringIO()
+    Console(file=printed, width=300).print(ranking.table(found.ranked, Workload()))
+    assert printed.getvalue().count("at least 0.") == len(found.ranked)
+    strategies = ranking.as_json(found, found.ranked, Workload())["strategies"]
+    assert all(one["step_seconds_is_lower_bound"] for one in strategies)
+    assert "times are lower bounds" in ranking.speeds_note(found.ranked)
+    known = search(vary(["program.target=h100:8"]).settings)
+    assert not any(one.is_lower_bound for one in known.ranked)
+    assert ranking.speeds_note(known.ranked) == ""
 
 
 def test_padding_that_no_strategy_has_is_refused(vary):

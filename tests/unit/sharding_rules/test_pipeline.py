@@ -81,12 +81,20 @@ def test_layers_that_stages_cannot_take_are_refused(arguments, words):
         divide_layers(*arguments)
 
 
-@pytest.mark.parametrize(("microbatches", "nearby"), [(6, "4 or 8"), (1, "4")])
-def test_microbatches_are_a_multiple_of_stages(microbatches, nearby):
-    with pytest.raises(
-        ShardingError, match=rf"= {microbatches} is not a mul.* set it to {nearby},"
-    ):
-        check_microbatches(microbatches, 4)
+@pytest.mark.parametrize(
+    ("microbatches", "sequences", "advice"),
+    [
+        (6, 16, "set it to 4 or 8;"),
+        (6, 12, "set it to 4 or 12;"),
+        (1, 16, "set it to 4;"),
+        (6, 4, "set it to 4;"),
+        (6, 10, "choose mesh.stage among the divisors of batch.global_batch_size = 10"),
+    ],
+)
+def test_microbatches_are_a_multiple_of_stages(microbatches, sequences, advice):
+    with pytest.raises(ShardingError, match=rf"= {microbatches} is not a mul.*; {advice}"):
+        check_microbatches(microbatches, 4, sequences)
+    check_microbatches(8, 4, sequences)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
