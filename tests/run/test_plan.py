@@ -139,6 +139,11 @@ def test_a_number_of_tokens_takes_days_and_money(plan, tmp_path):
     assert "nothing was fitted to published steps of h100 in float32: no range" in out
     narrow = "--set", "program.model.dtype=bfloat16"
     out, _ = plan("config.toml", *options, "--target", "h100:8", *narrow)
+    assert "nothing was fitted to published steps of less than 0.1 s: no range" in out
+    large = "{layers=24, embed=2048, heads=16, mlp=8192, vocab=32000, remat='full'}"
+    long = "{global_batch_size=64, seq_len=2048}"
+    larger = "--set", f"program.model={large}", "--set", f"program.batch={long}"
+    out, _ = plan("config.toml", *options, "--target", "h100:8", *larger)
     assert re.search(r"3,000,000,000 tokens: [0-9.]+ \([0-9.]+ to [0-9.]+\) days at", out)
     _, err = plan("config.toml", *options, "--target", "a100:8", status=2)
     assert "no price of a100" in err
