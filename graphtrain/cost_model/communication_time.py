@@ -66,7 +66,7 @@ def speed_of(collective: Collective, mesh: MeshShape, target: Target) -> float:
     if not is_to_all:
         return speed
     members = _members_per_host(collective.axes, mesh, target.linked_devices or 1)
-    return _to_all(collective.devices, members, one_way, network)
+    return _to_all(mesh.size(collective.axes), members, one_way, network)
 
 
 def _to_all(devices: int, members: int, inside: float, outside: float) -> float:

@@ -38,8 +38,8 @@ def _stages(program: ResolvedProgram) -> Iterator[str]:
         if layers % chunks == 0:
             remedy = "Without pipeline.layers_per_stage all would have the same number."
         yield (
-            f"the stages compute {rows} layers, and the model has {layers}: every stage computes "
-            f"as many as the longest, {stages.rows_per_chunk}. {remedy}"
+            f"the stages compute {rows} layers for the {layers} that they have: every stage "
+            f"computes as many as the longest, {stages.rows_per_chunk}. {remedy}"
         )
 
 

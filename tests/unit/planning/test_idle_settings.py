@@ -25,7 +25,7 @@ STAGES = [*H100, 'program.rules=["data", "pipeline"]', "program.batch.microbatch
         ([*RING, "program.model.sliding_window=64"], "sliding_window = 64 takes as long"),
         (
             [*STAGES, "program.mesh={stage=4, data=2}", "program.model.layers=6"],
-            "compute 8 layers, and the model has 6",
+            "compute 8 layers for the 6 that they have",
         ),
         (
             [
