@@ -130,7 +130,7 @@ def search_strategies(
     from graphtrain.planning.verify import COMPILATIONS_PER_STRATEGY, compile_best
 
     count = max(keep, COMPILATIONS_PER_STRATEGY * verify)
-    result = search(config.program, keep=count, settings=config.run.search)
+    result = search(config.program, count, config.run.search, observe)
     compiled = compile_best(result.ranked, store, verify, jobs=jobs, observe=observe)
     fitting = [candidate for candidate in compiled if candidate.fits]
     ranked = [*fitting, *result.ranked[len(compiled) : keep], *compiled[len(fitting) :]]

@@ -262,7 +262,7 @@ def progress(*, is_main: bool = True) -> Iterator["Observer"]:
                 return
             if label not in rows:
                 rows[label] = display.add_task(stage, total=1, label=label)
-            ended = stage in ("cached", "compiled", "bundled", "failed")
+            ended = stage in ("cached", "compiled", "bundled", "failed", "searched")
             display.update(rows[label], description=stage, completed=int(ended))
 
         yield observe

@@ -7,11 +7,12 @@ result contains the reason.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+from graphtrain.compile.tasks import Observer
 from graphtrain.config.phase_settings import without_phases
 from graphtrain.config.schema import Mesh, Model, PipelineSettings, Program, SearchSettings
 from graphtrain.config.schema.program import reason_of
@@ -27,6 +28,8 @@ from lowering.machine.target import Target
 
 if TYPE_CHECKING:
     from graphtrain.planning.imported import TorchSearch
+
+_OBSERVED = 5_000  # strategies, between two words about the progress
 
 FAMILIES = (
     "tensor",
@@ -144,13 +147,19 @@ class _Tally:
         return tuple(reduce(lambda a, b: b if _is_better(b, a) else a, group) for group in groups)
 
 
-def search(program: Program, keep: int = 20, settings: SearchSettings = _NO_LIMITS) -> SearchResult:
+def search(
+    program: Program,
+    keep: int = 20,
+    settings: SearchSettings = _NO_LIMITS,
+    observe: Observer = lambda label, stage: None,
+) -> SearchResult:
     """Rank the strategies for a program's model, batch and target, without compiling.
 
     Args:
         program: the program whose strategy is varied; of a run with phases, its last part.
         keep: number of strategies to return; of several with equal numbers, only the first.
         settings: limits: the largest global batch, and the memory of a device.
+        observe: Called with the number of strategies so far, of a long search.
 
     Raises:
         LoweringError: unknown target.
@@ -159,11 +168,11 @@ def search(program: Program, keep: int = 20, settings: SearchSettings = _NO_LIMI
             is imported and its sizes are unknown.
     """
     start_time, task, tally = time.perf_counter(), _Task.of(program, settings), _Tally()
-    for candidate in candidates(task.program, choices=task.choices):
+    for candidate in _observed(candidates(task.program, choices=task.choices), observe):
         tally.add(candidate)
     if tally.considered and not tally.fitting and _can_offload(program):
         tally, offload = _Tally(), replace(task.choices, offload=True)
-        for candidate in candidates(task.program, choices=offload):
+        for candidate in _observed(candidates(task.program, choices=offload), observe):
             tally.add(candidate)
         task.not_tried["offload"] = _OFFLOADED
     if not tally.considered:
@@ -185,6 +194,17 @@ def search(program: Program, keep: int = 20, settings: SearchSettings = _NO_LIMI
         seconds=time.perf_counter() - start_time,
         batches=tally.best_by_batch if len(task.choices.batch_sizes) > 1 else (),
     )
+
+
+def _observed(found: Iterator[Candidate], observe: Observer) -> Iterator[Candidate]:
+    """Yield candidates, and say now and then how many there were."""
+    count = 0
+    for count, candidate in enumerate(found, 1):
+        if count % _OBSERVED == 0:
+            observe("search", f"{count:,} strategies")
+        yield candidate
+    if count >= _OBSERVED:
+        observe("search", "searched")
 
 
 def _check_kernel(program: Program) -> None:

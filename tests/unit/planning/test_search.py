@@ -38,6 +38,14 @@ def test_lower_bounds_are_called_so(vary):
     assert ranking.speeds_note(known.ranked) == ""
 
 
+def test_a_long_search_says_how_far_it_is(vary, monkeypatch):
+    monkeypatch.setattr("graphtrain.planning.search._OBSERVED", 100)
+    said = []
+    found = search(vary([]).settings, observe=lambda *words: said.append(words))
+    assert found.considered >= 100 and said[-1] == ("search", "searched")
+    assert said[0] == ("search", "100 strategies") and len(said) == found.considered // 100 + 1
+
+
 def test_padding_that_no_strategy_has_is_refused(vary):
     padded = ["program.batch.global_batch_size=12", "program.batch.padding_sequences=4"]
     with pytest.raises(PlanError, match=r"without padding; add --set program\.batch\.padding_seq"):
