@@ -274,7 +274,7 @@ def test_a_search_ranks_its_estimates_by_the_speeds_of_the_profile(vary, monkeyp
                                               f"{profile.versions['jax']}")  # fmt: skip
     monkeypatch.setattr(profiled_time, "current_profile", lambda: (None, "no profile"))
     unmeasured = search(vary(["program.target=cpu:2", "program.batch.seq_len=64"]).settings)
-    assert "not from measurements: no profile; graphtrain doc" in speeds_note(unmeasured.ranked)
+    assert "are ranked: no profile; graphtrain doctor" in speeds_note(unmeasured.ranked)
     assert speeds_note(search(vary([]).settings).ranked) == ""
 
 
