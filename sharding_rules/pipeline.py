@@ -153,11 +153,14 @@ def check_microbatches(microbatches: int, stages: int, sequences: int) -> None:
     """
     if microbatches % stages == 0:
         return
-    below = microbatches // stages * stages
-    most = min(sequences, below + _TRIED * stages)
-    lower = [count for count in range(below, 0, -stages) if sequences % count == 0][:1]
-    upper = [count for count in range(below + stages, most + 1, stages) if sequences % count == 0]
-    nearest = lower + upper[:1]
+    below = min(microbatches, sequences) // stages * stages
+    fewer = range(below, 0, -stages)[:_TRIED]
+    more = range(below + stages, sequences + 1, stages)[:_TRIED]
+    nearest = [
+        count
+        for counts in (fewer, more)
+        if (count := next((one for one in counts if sequences % one == 0), None))
+    ]
     advice = f"choose mesh.stage among the divisors of batch.global_batch_size = {sequences}"
     if nearest:
         advice = f"set it to {' or '.join(map(str, nearest))}; more have a smaller bubble"

@@ -72,12 +72,13 @@ def step_time(
         hideable -= seconds_beyond_ticks(program, collectives, parts, seconds_of)
     hideable = max(0.0, hideable)
     exposed = sum(seconds or 0.0 for seconds in communication.values()) - hideable
-    moved = moved_bytes(program, memory, flash, weights)
+    between_products = elementwise_bytes(program, flash)
+    moved = _state_bytes(program, memory, weights) + between_products
     bandwidth = target.specification.get("bandwidth")
     # Collectives are counted in the bubble's ticks too. Without a known compute time, their share
     # is what is known of the bubble: else a pipeline would look free.
-    between_products = elementwise_bytes(program, flash) / bandwidth if bandwidth else 0.0
-    in_ticks = exposed if compute is None else compute + between_products
+    reading = between_products / bandwidth if bandwidth else 0.0
+    in_ticks = exposed if compute is None else compute + reading
     idle = in_ticks * bubble / (1 - bubble)
     return StepTime(
         compute=compute,
@@ -166,5 +167,11 @@ def moved_bytes(
     State and gradients are read and written once per step. Weights are read by the products, which
     takes less time than they compute unless a microbatch has few tokens.
     """
-    state = memory.parameters + memory.optimizer + all_gradients(program, weights)
-    return 2 * state + elementwise_bytes(program, flash)
+    return _state_bytes(program, memory, weights) + elementwise_bytes(program, flash)
+
+
+def _state_bytes(
+    program: ResolvedProgram, memory: Memory, weights: Sequence[ShardedWeight] | None
+) -> float:
+    """Return the bytes of state and gradients that a device reads and writes in a step."""
+    return 2 * (memory.parameters + memory.optimizer + all_gradients(program, weights))
