@@ -1,7 +1,8 @@
 """Resolution of a program: the target, mesh, rules and pipeline stages that its settings name."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from graphtrain.config.loss_positions import check_loss_chunk
 from graphtrain.config.phase_settings import without_phases
@@ -45,6 +46,11 @@ class ResolvedProgram:
     tower: Tower | None = None  # of an estimate, beside the native model of a language model
     stands_for_imported: bool = False  # of an estimate, whether the native model does
     layers_outside: int = 0  # of an estimate, imported layers that are not in the stages
+    computed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs, without what this one has computed."""
+        return vars(self) | {"computed": {}}
 
     @property
     def run_settings(self) -> Program:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from graphtrain.config.computed_once import computed_once
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import is_imported
 from graphtrain.cost_model.adapter_flops import adapter_flops_by_part
@@ -64,6 +65,7 @@ class PartFlops:
         return self.ideal * self.replicas * self.unneeded
 
 
+@computed_once
 def flops_by_part(
     program: ResolvedProgram, *, flash: bool, masked: bool = True
 ) -> tuple[PartFlops, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from graphtrain.config.computed_once import computed_once
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.cost_model.passes import Passes
 from graphtrain.models.flops import Part
@@ -14,27 +15,30 @@ if TYPE_CHECKING:
     from lowering.hlo.collectives import Collective
 
 
+@computed_once
 def sums_beside_ticks(program: ResolvedProgram) -> CoolDownSums:
     """Return which gradients of a stage the last ticks of a pipeline sum; none without 1F1B."""
-    stages, copies = program.stages, _copies(program)
+    stages, copies = program.stages, copies_of_weights(program)
     is_interleaved = program.pipeline.schedule == "1f1b" and program.pipeline.virtual_stages > 1
     if stages is None or not is_interleaved or not copies.all or program.model.moe is not None:
         return CoolDownSums(0, 0)
     return cool_down_sums(stages.stages, stages.rounds, stages.rows_per_chunk)
 
 
+@computed_once
 def overlaps_sums(program: ResolvedProgram) -> bool:
     """Return whether the compiler is expected to overlap these sums with their ticks.
 
     XLA for GPUs does (jax 0.10), unless the loop over a stage's layers has collectives: it has one
     of them in flight at a time. XLA for TPUs waits for a sum. What other compilers do is not known.
     """
-    batch = _copies(program).batch
+    batch = copies_of_weights(program).batch
     others = (name for name in program.mesh.axes if name not in ("stage", *batch))
     return program.target.platform == "cuda" and program.mesh.size(tuple(others)) == 1
 
 
-def _copies(program: ResolvedProgram) -> WeightCopies:
+@computed_once
+def copies_of_weights(program: ResolvedProgram) -> WeightCopies:
     """Return the mesh axes along which the weights of stages are replicated."""
     schedule, seq_len = program.pipeline.schedule, program.batch.seq_len
     return weight_copies(program.rules, program.mesh, schedule, seq_len)

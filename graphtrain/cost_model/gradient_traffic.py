@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 
 from graphtrain.config.resolve import ResolvedProgram
-from graphtrain.cost_model.cool_down import overlaps_sums, sums_beside_ticks
+from graphtrain.cost_model.cool_down import copies_of_weights, overlaps_sums, sums_beside_ticks
 from graphtrain.cost_model.passes import Passes
 from graphtrain.cost_model.predicted_collective import (
     activation_dtype,
@@ -22,7 +21,6 @@ from graphtrain.cost_model.predicted_collective import (
 from graphtrain.cost_model.sizes import DeviceSizes
 from graphtrain.cost_model.weights import ShardedWeight
 from lowering.hlo.collectives import Collective
-from sharding_rules.pipeline import weight_copies
 
 Axes = tuple[str, ...]
 
@@ -70,8 +68,8 @@ def _gradient_in_pipeline(
         yield from _lookup_gradient(program, weight, (*tokens, "stage"), passes.embeddings)
         if not is_tied(program, weight):
             return
-    by_hand = weight_copies(program.rules, mesh, program.pipeline.schedule, program.batch.seq_len)
-    copies = () if program.model.moe else tuple(a for a in tokens if a in by_hand.all)
+    by_hand = copies_of_weights(program).all
+    copies = () if program.model.moe else tuple(axis for axis in tokens if axis in by_hand)
     now = tuple(axis for axis in tokens if axis not in copies)
     times = passes.layers if weight.in_layers else passes.heads
     yield from _gradient_of_product(program, weight, now, times, summed_later=copies)
@@ -92,14 +90,13 @@ def _totals_over_copies(
     """
     summed = partial(collective, "all-reduce", mesh=program.mesh, dtype="f32")
     if not weight.in_layers:
-        yield replace(summed((*copies, "stage"), 1, size), exposed=True)
+        yield summed((*copies, "stage"), 1, size, exposed=True)
         return
     beside = sums_beside_ticks(program)
-    for_tick = summed(copies, beside.ticks, beside.rows_per_tick * size)
-    is_hidden = overlaps_sums(program)
-    yield replace(for_tick, beside_tick=is_hidden, exposed=not is_hidden)
+    of_tick, is_hidden = beside.rows_per_tick * size, overlaps_sums(program)
+    yield summed(copies, beside.ticks, of_tick, beside_tick=is_hidden, exposed=not is_hidden)
     remaining = layers_per_device(program, weight) - beside.rows
-    yield replace(summed(copies, 1, remaining * size), exposed=True)
+    yield summed(copies, 1, remaining * size, exposed=True)
 
 
 def _scattered(weight: ShardedWeight, tokens: Axes) -> Axes:

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+from graphtrain.config.computed_once import computed_once
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema import is_imported
 from graphtrain.cost_model.native_equivalent import with_native_model
 from graphtrain.cost_model.tower import tower_of
 
 
+@computed_once
 def with_padding_layers(program: ResolvedProgram) -> ResolvedProgram:
     """Return a program with a layer for each row of its stages; padding takes memory and time too.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphtrain.config.computed_once import computed_once
 from graphtrain.config.resolve import ResolvedProgram
 
 
@@ -26,18 +27,19 @@ class Passes:
     recomputes_stage: bool = False  # the backward pass begins with a forward pass of the stage
     recomputes_layers: bool = False  # that pass includes the output of each layer
 
-    @classmethod
-    def of(cls, program: ResolvedProgram) -> Passes:
+    @staticmethod
+    @computed_once
+    def of(program: ResolvedProgram) -> Passes:
         """Return the passes of a program."""
         stages, microbatches = program.stages, program.batch.microbatches
         if stages is None:
             layers = program.model.layers * microbatches
             ahead = program.model.ahead_layers * microbatches
-            return cls(layers, microbatches, 1, microbatches, 1, ahead)
+            return Passes(layers, microbatches, 1, microbatches, 1, ahead)
         at_once = program.pipeline.schedule == "1f1b"
         ticks = microbatches * stages.rounds + stages.stages - 1
         again = program.pipeline.recomputes_stages(program.model.remat)
-        return cls(
+        return Passes(
             layers=ticks * stages.rows_per_chunk,
             embeddings=1,
             embedded=microbatches / stages.stages,

@@ -14,11 +14,39 @@ from sharding_rules.rules import Table
 
 
 def collective(
-    op: str, axes: Sequence[str], count: int, size: float, *, mesh: MeshShape, dtype: str
+    op: str,
+    axes: Sequence[str],
+    count: int,
+    size: float,
+    *,
+    mesh: MeshShape,
+    dtype: str,
+    exposed: bool = False,
+    beside_tick: bool = False,
 ) -> Collective:
-    """Return a collective over mesh axes, in mesh order; `size` is that of the unsplit array."""
+    """Return a collective over mesh axes, in mesh order.
+
+    Args:
+        op: Its name in HLO.
+        axes: Mesh axes.
+        count: Executions in a step.
+        size: Bytes of the unsplit array.
+        mesh: The mesh.
+        dtype: The dtype in HLO.
+        exposed: Whether it is a pipeline's sum with no compute beside it.
+        beside_tick: Whether it is one that overlaps with a tick.
+    """
     ordered = tuple(axis for axis in MESH_AXES if axis in axes)
-    return Collective(op, ordered, mesh.size(ordered), count, round(size), dtype)
+    return Collective(
+        op,
+        ordered,
+        mesh.size(ordered),
+        count,
+        round(size),
+        dtype,
+        exposed=exposed,
+        beside_tick=beside_tick,
+    )
 
 
 def splitting_axes(table: Table, names: Sequence[str], mesh: MeshShape) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphtrain.config.computed_once import computed_once
 from graphtrain.config.resolve import ResolvedProgram
 from graphtrain.config.schema.types import item_bytes
 from graphtrain.models.chunk_size import head_blocks, loss_chunk, parts_of_chunk
@@ -32,8 +33,9 @@ class DeviceSizes:
     layers: float  # those of its stage, and its share of a microbatch's dense ones before them
     item_bytes: int  # bytes per element of activations
 
-    @classmethod
-    def of(cls, program: ResolvedProgram) -> DeviceSizes:
+    @staticmethod
+    @computed_once
+    def of(program: ResolvedProgram) -> DeviceSizes:
         """Return the sizes for a program."""
         model, batch = program.model, program.batch
         rules, mesh = program.rules, program.mesh
@@ -49,7 +51,7 @@ class DeviceSizes:
         shared = (model.moe and model.moe.shared_expert_mlp) or 0
         # Stages divide the dense layers by microbatches.
         layers = model.depth / mesh.size(rules.parameters.get("layers", ()))
-        return cls(
+        return DeviceSizes(
             sequences=sequences,
             seq_residual=split(batch.seq_len, "residual"),
             seq_in_block=inside,

@@ -25,8 +25,10 @@ def weight_collectives(
     program: ResolvedProgram, weights: Sequence[ShardedWeight]
 ) -> Iterator[Collective]:
     """Yield the collectives that gather weights for use and reduce gradients to their shards."""
-    trained = {weight.path: weight.spec for weight in weights if not weight.frozen}
-    by_layer = gathered_by_layer(program, trained)
+    by_layer = gathered_by_layer(
+        program,
+        {one.path: one.spec for one in weights if {*one.optimizer} > {*one.stored}},
+    )
     for weight in weights:
         yield from _gathers(program, weight)
         if weight.frozen:

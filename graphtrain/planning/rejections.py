@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from graphtrain.config.schema import Program
-from graphtrain.cost_model.assessment import StepTime
 from graphtrain.cost_model.communication_time import crosses_hosts
 from graphtrain.cost_model.time import OVERLAPPED_AXES
 from graphtrain.planning.candidate import Candidate
@@ -100,7 +99,7 @@ def _slower(winner: Candidate, best: Candidate) -> str:
     if best.rank[0] == winner.rank[0]:
         return f"also {seconds} per step, with {best.mesh}{_tie_breaker(best, winner)}"
     times = f"{seconds} per step instead of {of_winner}, with {best.mesh}"
-    return f"{times}: {_largest_excess(best, winner.time)}"
+    return f"{times}: {_largest_excess(best, winner)}"
 
 
 def _tie_breaker(best: Candidate, winner: Candidate) -> str:
@@ -113,10 +112,10 @@ def _tie_breaker(best: Candidate, winner: Candidate) -> str:
     return f", but it needs {(best.memory.peak - winner.memory.peak) / 1e6:,.1f} MB more"
 
 
-def _largest_excess(best: Candidate, winner_time: StepTime) -> str:
+def _largest_excess(best: Candidate, winner: Candidate) -> str:
     """Describe the part of a step whose time exceeds the winner's the most."""
-    time = best.time
-    assert time is not None
+    time, winner_time = best.time, winner.time
+    assert time is not None and winner_time is not None
     compute, memory, bubble = time.compute or 0.0, time.memory or 0.0, time.bubble or 0.0
     host = time.host or 0.0
     excess = {
@@ -141,4 +140,14 @@ def _largest_excess(best: Candidate, winner_time: StepTime) -> str:
             exposed
         )
     label = max(excess, key=lambda entry: excess[entry])
-    return f"{label} of {format_seconds(time.total)} s"
+    recomputed = _recomputed(best)
+    is_cause = label.startswith("compute ") and recomputed != _recomputed(winner)
+    return f"{label} of {format_seconds(time.total)} s{f' ({recomputed})' if is_cause else ''}"
+
+
+def _recomputed(strategy: Candidate) -> str:
+    """Describe what the backward pass of a strategy computes again."""
+    program = strategy.program
+    if program.stages is not None and program.pipeline.recomputes_stages(program.model.remat):
+        return "stages are recomputed"
+    return f"remat {program.model.remat}"

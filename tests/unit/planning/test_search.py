@@ -98,6 +98,13 @@ def test_every_family_but_the_best_has_its_reason(vary):
     assert "fewer than 8,192 tokens" in found.rejected["context"]
 
 
+def test_reasons_say_what_is_recomputed(vary):
+    large = ["program.model.embed=2048", "program.model.mlp=8192", "program.batch.seq_len=2048"]
+    rejected = search(vary(["program.target=h100:2", *large]).settings).rejected
+    assert rejected["remat full"].endswith(" s (remat full)")
+    assert rejected["schedule 1f1b x 1"].endswith(" s (stages are recomputed)")
+
+
 def test_where_nothing_fits_the_reasons_name_what_is_too_large(vary):
     found = search(vary(["program.model.vocab=1_000_000_000"]).settings)
     assert found.ranked == ()
