@@ -1,8 +1,9 @@
 """End on time on a slow machine, and say which tests did not run.
 
 `pytest --minutes 60` begins no test after 60 minutes. The summary names what was left out, and how
-much it is; it is an error if it is most of them. With `--first N`, the tests begin with the N-th
-file, and those before it come last: if N changes from run to run, no test is left out each time.
+much it is; it is an error if it is most of them. With `--first N`, the files of `slow_files.txt`
+come after all others and begin with the N-th of them, and those before it come last: if N changes
+from run to run, no test is left out each time.
 """
 
 import time
@@ -16,7 +17,7 @@ _STARTED, _END = pytest.StashKey[float](), pytest.StashKey[float]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--minutes", type=float, help="begin no test after so many minutes")
-    parser.addoption("--first", type=int, default=0, help="number of the file to begin with")
+    parser.addoption("--first", type=int, default=0, help="which slow file comes first")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,9 +35,11 @@ def pytest_configure_node(node) -> None:  # a worker of pytest-xdist
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if first := config.getoption("first"):
-        files = list(dict.fromkeys(item.path for item in items))
-        place = {file: (index - first) % len(files) for index, file in enumerate(files)}
-        items.sort(key=lambda item: place[item.path])
+        listed = (config.rootpath / "tests" / "slow_files.txt").read_text().split()
+        files = dict.fromkeys(item.nodeid.partition("::")[0] for item in items)
+        slow = [file for file in files if file in listed]
+        place = {file: (index - first) % len(slow) for index, file in enumerate(slow)}
+        items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], -1))
 
 
 @pytest.hookimpl(tryfirst=True)
