@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -142,21 +142,19 @@ class _Request(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_DELETE = _pass
 
     def _forward(self, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
-        connection = HTTPConnection(self.server.address)
-        try:
+        with closing(HTTPConnection(self.server.address)) as connection:
             connection.request(self.command, self.path, body, dict(self.headers))
             answer = connection.getresponse()
             return answer.status, dict(answer.getheaders()), answer.read()
-        finally:
-            connection.close()
 
     def _forward_half(self, body: bytes) -> None:
-        connection = HTTPConnection(self.server.address)
-        connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-        for name, value in self.headers.items():
-            connection.putheader(name, value)
-        connection.endheaders(body[: len(body) // 2])
-        connection.close()
+        with closing(HTTPConnection(self.server.address)) as connection:
+            connection.putrequest(
+                self.command, self.path, skip_host=True, skip_accept_encoding=True
+            )
+            for name, value in self.headers.items():
+                connection.putheader(name, value)
+            connection.endheaders(body[: len(body) // 2])
 
     def _answer(
         self, status: int, headers: Mapping[str, str], body: bytes, *, cut: bool = False
