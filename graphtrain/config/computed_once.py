@@ -18,15 +18,14 @@ def computed_once(
 ) -> Callable[Concatenate[ResolvedProgram, Options], Result]:
     """Keep what a function returns for a program, as long as that program; a program is constant.
 
-    Options are passed by name. A search, which estimates thousands of programs, takes half the
-    time.
+    A search, which estimates thousands of programs, takes two thirds of the time.
     """
 
     @functools.wraps(function)
-    def once(program: ResolvedProgram, *none: Options.args, **options: Options.kwargs) -> Result:
-        key = (once, *options.items())
+    def once(program: ResolvedProgram, *given: Options.args, **options: Options.kwargs) -> Result:
+        key = (once, given, *options.items())
         if key not in program.computed:
-            program.computed[key] = function(program, *none, **options)
+            program.computed[key] = function(program, *given, **options)
         return program.computed[key]
 
     return once

@@ -73,6 +73,7 @@ def candidates(
     for size in choices.batch_sizes or (configured,):
         batch = replace(program.batch, global_batch_size=size, microbatches=1, padding_sequences=0)
         for candidate in _of_batch(replace(program, batch=batch), load_rules, attained, choices):
+            candidate.program.computed.clear()  # a search keeps many thousands of programs
             yield replace(candidate, relative_batch=size / configured)
 
 
